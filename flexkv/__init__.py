@@ -1,0 +1,1 @@
+"""flexkv: a KV-cache manager for LLM serving. Public names only."""
