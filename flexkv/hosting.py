@@ -25,7 +25,7 @@ from flexkv.model import Copy, Statuses, TransferGraph
 from flexkv.request import Request
 from flexkv.stack import Stack, build
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import Plan, Transfer
+from flexkv.transfer import Transfer
 
 
 class Host:
@@ -42,7 +42,6 @@ class Host:
         self.resetting = False
         self._saving = 0
         self._ended = Signal()
-        self.plans: set[Plan] = set()
         self.transfers: set[Transfer] = set()
         limits = (
             config.max_in_flight_gets,
@@ -117,9 +116,8 @@ class Host:
 
     def stop(self) -> None:
         """Begin to close: no new calls, open plans are cancelled."""
-        if not self._closing:
-            for plan in list(self.plans):
-                plan.cancel()
+        if self._stack is not None:
+            self._stack.plans.cancel_all()
         self._closing = True
         self._stop.set()
 
@@ -300,8 +298,7 @@ class Host:
             raise CapacityError("a reset is running already")
         self.resetting = True
         try:
-            for plan in list(self.plans):
-                plan.cancel()
+            stack.plans.cancel_all()
             await self._settle(stack)
             stack.ledger.forget_everything()
             stack.discarder.wake()

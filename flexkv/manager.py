@@ -165,9 +165,9 @@ class KVManager:
             matched=len(blocks) * size,
             blocks=blocks,
             keys=keys,
-            cancel=self._cancel_plan,
+            cancel=stack.plans.cancel,
         )
-        return self._watch(plan)
+        return stack.plans.watch(plan)
 
     def put_match(self, tokens: Any, *, namespace: Namespace = None) -> Plan:
         """Take host slots for the blocks of a prompt that are not there yet; launch the plan to
@@ -193,40 +193,9 @@ class KVManager:
             blocks=put.blocks,
             keys=keys,
             put=put,
-            cancel=self._cancel_plan,
+            cancel=stack.plans.cancel,
         )
-        return self._watch(plan)
-
-    def _watch(self, plan: Plan) -> Plan:
-        """Cancel the plan by itself after plan_ttl_ms."""
-        if len(plan.blocks) == 0:
-            plan.open = plan.put is not None
-            return plan
-        plan.timer = self._host.call_later(self.config.plan_ttl_ms / 1e3, self._expire_plan, plan)
-        self._host.plans.add(plan)
-        return plan
-
-    def _expire_plan(self, plan: Plan) -> None:
-        if plan.open:
-            log.warning("plan.expired", kind=plan.kind, blocks=len(plan.blocks))
-            self.telemetry.add("flexkv_expired_plans_total", 1, kind=plan.kind)
-            self._cancel_plan(plan)
-
-    def _close_plan(self, plan: Plan) -> bool:
-        was_open, plan.open = plan.open, False
-        if plan.timer is not None:
-            plan.timer.cancel()
-            plan.timer = None
-        self._host.plans.discard(plan)
-        return was_open
-
-    def _cancel_plan(self, plan: Plan) -> None:
-        if self._close_plan(plan) and self._host.usable:
-            stack = self._stack
-            if plan.put is not None:
-                stack.planner.cancel_put(plan.put)
-            else:
-                stack.planner.release(plan.blocks)
+        return stack.plans.watch(plan)
 
     # transfers
 
@@ -247,7 +216,7 @@ class KVManager:
         device_blocks = self._device_blocks(slot_mapping, len(plan.blocks))
         now = stack.completions.now()
         self._host.admit(plan.kind)
-        self._close_plan(plan)
+        stack.plans.close(plan)
         if plan.put is not None:
             return self._start(plan, stack.planner.launch_put(plan.put, device_blocks))
         get = stack.planner.plan_get(plan.blocks, plan.keys, device_blocks, now)
@@ -284,7 +253,7 @@ class KVManager:
             plan.cancel()
             self.telemetry.add("flexkv_dropped_blocks_total", len(plan.blocks), work="prefetch")
             return self._refused("prefetch", error)
-        self._close_plan(plan)
+        stack.plans.close(plan)
         get = stack.planner.plan_get(plan.blocks, plan.keys, None, stack.completions.now())
         return self._start(plan, get.graph, get.saves, get.by_tier)
 
@@ -411,7 +380,7 @@ class KVManager:
             for tier in tiers
         }
         report["manager"] = {
-            "plans": len(self._host.plans),
+            "plans": len(stack.plans),
             "transfers": len(self._host.transfers),
             "pinned": stack.index.pinned,
             "entries": len(stack.index),

@@ -24,6 +24,7 @@ from flexkv.ledger import Ledger
 from flexkv.memory import Arena
 from flexkv.model import HOST, KVSpec
 from flexkv.planner import Planner
+from flexkv.plans import Plans
 from flexkv.pool import SlotPool
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
@@ -47,6 +48,7 @@ class Stack:
     index: PrefixIndex
     ledger: Ledger
     planner: Planner
+    plans: Plans
     engine: Engine
     spiller: Spiller
     discarder: Discarder
@@ -157,6 +159,7 @@ async def _open(
         ledger.index,
         ledger,
         planner,
+        Plans(planner, completions, telemetry, config.plan_ttl_ms),
         engine,
         spiller,
         Discarder(ledger, stores),
