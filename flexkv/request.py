@@ -50,8 +50,8 @@ def device_blocks(slot_mapping: Any, count: int, tokens_per_block: int, limit: i
     if good != count:
         shown = slots[good * size : (good + 1) * size].tolist()
         raise InputError(
-            f"slot_mapping of block {good} is {shown}: it must be {size} consecutive slots that start at "
-            f"a multiple of {size}, of a block below {limit}"
+            f"slot_mapping of block {good} is {shown}: it must be {size} consecutive "
+            f"slots that start at a multiple of {size}, of a block below {limit}"
         )
     return blocks
 
