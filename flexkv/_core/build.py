@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cffi import FFI
 
-HEADERS = ("hub.h", "crew.h", "ring.h", "copy.h", "hash.h", "runs.h", "index.h")
+HEADERS = ("hub.h", "crew.h", "ring.h", "copy.h", "hash.h", "runs.h", "index.h", "records.h")
 
 
 def read_declarations(folder: Path) -> str:
