@@ -47,10 +47,6 @@ class TransferError(FlexKVError):
     """A transfer broke a promise (a put whose bytes did not arrive)."""
 
 
-class TransferCancelledError(FlexKVError):
-    """The transfer was cancelled with `cancel()` before it finished."""
-
-
 class ClosedError(FlexKVError):
     """The manager is not open: not entered yet, or closed already."""
 

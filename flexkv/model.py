@@ -213,16 +213,18 @@ class Span:
 class Copy:
     """A node of the graph: move blocks from `source` to `target` once the ops in `after` are done.
 
-    `positions` numbers the blocks within the request (0 = first block of the prompt), so that the failure of a
-    block in one op is known to the ops that depend on it. `keys` go along for stores that address or seal by key.
-    `layers` is a half-open range, None for all.
+    `positions` numbers the blocks within the request (0 = first block of the prompt, victims that must be saved
+    first come behind its own blocks), so that the failure of a block in one op is known to the ops that depend on
+    it. `landing` is a number under which other graphs may wait for this op, `joins` are the landings of other
+    graphs that this op waits for. `layers` is a half-open range, None for all.
     """
 
     source: Span
     target: Span
     positions: NDArray[np.int64]
-    keys: KeyArray
     after: tuple[int, ...] = ()
+    landing: int = 0
+    joins: tuple[int, ...] = ()
     layers: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -231,7 +233,18 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class TransferGraph:
-    """Ops of one request; `after` refers to earlier positions in `ops`."""
+    """Ops of one request in an order in which each comes behind those it waits for.
+
+    `blocks` and `keys` are what the ops' positions number; rows behind `own` are victims saved on the way.
+    `goal` is the place that counts as arrival. Lower `priority` goes first.
+    """
 
     ops: tuple[Copy, ...]
-    priority: int = 0  # lower goes first: 0 get, 1 put, 2 prefetch, 3 spill
+    blocks: BlockIds
+    keys: KeyArray
+    own: int
+    goal: str
+    priority: int
+
+
+PRIORITY_GET, PRIORITY_PUT, PRIORITY_PREFETCH, PRIORITY_SPILL = range(4)

@@ -7,6 +7,7 @@
 typedef struct fx_ring fx_ring;
 
 int fx_ring_built(void); /* 1 when liburing was there at build time */
+int fx_ring_probe(void); /* 0, or -errno that says why io_uring cannot be used here (-ENOSYS: not built) */
 fx_ring *fx_ring_open(fx_hub *hub, uint32_t depth, uint64_t max_bytes_in_flight); /* NULL and errno */
 
 /* Queue n I/Os (write 0/1) as ONE part of `ticket`. All arrays but `results` are copied. results[i] becomes the
