@@ -21,8 +21,8 @@ static uint32_t check_of(const fx_record *record, uint32_t slot, uint64_t seed) 
   return (uint32_t)(hash ^ (hash >> 32));
 }
 
-void fx_records_seal(fx_record *records, const uint32_t *slots, uint32_t n, uint64_t seed) {
-  for (uint32_t i = 0; i < n; i++) records[i].check = check_of(&records[i], slots[i], seed);
+void fx_records_seal(fx_record *records, const uint32_t *slots, const uint64_t *seeds, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++) records[i].check = check_of(&records[i], slots[i], seeds[i]);
 }
 
 uint32_t fx_records_check(const fx_record *records, uint32_t first, uint32_t n, uint64_t seed, uint8_t *states) {

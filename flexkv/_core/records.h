@@ -15,8 +15,8 @@ typedef struct {
   uint32_t check; /* over the 60 bytes before, the slot and the seed of the directory */
 } fx_record;
 
-/* Fill in `check` of records[i], which belongs into slot slots[i]. */
-void fx_records_seal(fx_record *records, const uint32_t *slots, uint32_t n, uint64_t seed);
+/* Fill in `check` of records[i], which belongs into slot slots[i] of the directory with seed seeds[i]. */
+void fx_records_seal(fx_record *records, const uint32_t *slots, const uint64_t *seeds, uint32_t n);
 
 /* states[i] of slot first + i: 0 empty (all zero), 1 good, 2 damaged. Returns the number of damaged ones. */
 uint32_t fx_records_check(const fx_record *records, uint32_t first, uint32_t n, uint64_t seed, uint8_t *states);

@@ -159,14 +159,14 @@ def is_ours(block: bytes) -> bool:
     return block[: len(MAGIC)] == MAGIC
 
 
-def seal(records: NDArray[np.void], slots: SlotIds, seed: int) -> None:
-    """Fill in `check` of `records` (dtype RECORD), which belong into the local slots `slots`."""
-    local = np.ascontiguousarray(slots, np.uint32)
+def seal(records: NDArray[np.void], slots: SlotIds, seeds: NDArray[np.uint64]) -> None:
+    """Fill in `check` of `records` (dtype RECORD), which belong into the local slots `slots` of directories with
+    these `seeds`."""
     lib.fx_records_seal(
         ffi.from_buffer("fx_record[]", records),
-        ffi.from_buffer("uint32_t[]", local),
+        ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots, np.uint32)),
+        ffi.from_buffer("uint64_t[]", np.ascontiguousarray(seeds, np.uint64)),
         len(records),
-        seed,
     )
 
 
