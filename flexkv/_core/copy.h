@@ -19,7 +19,9 @@ typedef struct {
 void fx_copy_blocks(const fx_plane *planes, uint32_t n_planes, uint64_t host_base, uint64_t host_stride,
                     const uint32_t *host_slots, const uint32_t *device_blocks, uint32_t n, int to_device);
 
-/* The same on the crew, cut into pieces for all its threads, as ONE part of `ticket`. Arrays are copied. */
+/* The same on the crew, cut into pieces for all its threads, as ONE part of `ticket`. Arrays are copied.
+ * This and the other fx_crew_* calls return 0, -ENOMEM, or -EAGAIN when the crew's queue is full; after an error
+ * nothing was queued and the ticket is untouched. */
 int fx_crew_copy(fx_crew *crew, const fx_plane *planes, uint32_t n_planes, uint64_t host_base, uint64_t host_stride,
                  const uint32_t *host_slots, const uint32_t *device_blocks, uint32_t n, int to_device,
                  uint64_t ticket);
@@ -34,4 +36,11 @@ int fx_crew_checksum(fx_crew *crew, uint64_t base, uint64_t stride, const uint32
 /* Move n pieces of `size` bytes between plain addresses on the crew, as ONE part of `ticket`. Arrays are copied. */
 int fx_crew_move(fx_crew *crew, const uint64_t *sources, const uint64_t *targets, uint32_t size, uint32_t n,
                  uint64_t ticket);
+
+/* Make every page of [address, address + size) present and writable, keeping its bytes: 0 or -errno. */
+int fx_prefault(uint64_t address, uint64_t size);
+
+/* Yardsticks for the benchmark: n pieces of `size` bytes (a multiple of 64, targets 64-byte aligned) by memcpy
+ * (kind 0), by the plainest non-temporal loop (1), by the page-wise loop that the copies above use (2). */
+void fx_copy_plain(const uint64_t *sources, const uint64_t *targets, uint64_t size, uint32_t n, int kind);
 #endif
