@@ -1,8 +1,10 @@
-"""The disk tier: blocks in preallocated slots of files, striped over directories, that survive the process.
+"""The disk tier: blocks in preallocated slots of files, striped over directories, that survive the
+process.
 
-`DiskBackend` (a StorageBackend with slot addressing): `open`, `read`, `write`, `discard`, `aclose`. A write clears
-the slot's old record, moves the data, and only then writes the new record; a read is verified before it is said to
-have landed. There is no fsync on the way: checksums, bound to the key, decide what survived.
+`DiskBackend` (a StorageBackend with slot addressing): `open`, `read`, `write`, `discard`,
+`aclose`. A write clears the slot's old record, moves the data, and only then writes the new
+record; a read is verified before it is said to have landed. There is no fsync on the way:
+checksums, bound to the key, decide what survived.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from numpy.typing import NDArray
 
 from flexkv._core import lib
 from flexkv.backends.disk import engines
-from flexkv.backends.disk.engines import Engine, Moves
-from flexkv.backends.disk.format import RECORD, SUPERBLOCK_BYTES
+from flexkv.backends.disk.engines import Moves
+from flexkv.backends.disk.files import DirectoryBusyError
+from flexkv.backends.disk.format import RECORD
 from flexkv.backends.disk.records import Crew, RecordFiles
 from flexkv.backends.disk.recovery import Report, Store, open_store
 from flexkv.backends.disk.settings import DiskSettings
-from flexkv.errors import ClosedError, ConfigError, InputError, OwnershipError
+from flexkv.errors import ClosedError, ConfigError, InputError
 from flexkv.model import PAGE_BYTES, IOStatus, SlotIds, Statuses
 from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Recovered, Services
 
@@ -36,7 +39,8 @@ Positions = NDArray[np.intp]
 class DiskBackend:
     """A tier on local SSDs. Settings: see `DiskSettings`.
 
-    `engine_name` and `engine_reason` say how bytes are moved and why so, `report` what opening found.
+    `engine_name` and `engine_reason` say how bytes are moved and why so, `report` what opening
+    found.
     """
 
     flexkv_api: ClassVar[int] = API_VERSION
@@ -118,10 +122,11 @@ class DiskBackend:
         return self._table.used * self._stride_bytes
 
     async def read(self, batch: BlockIO) -> Statuses:
-        """Fill the arena slots: LANDED only when the bytes are those that were written under this key.
+        """Fill the arena slots: LANDED only when the bytes are those that were written under this
+        key.
 
-        MISSING: the slot holds nothing, or another key. FAILED: the device failed, or the file ends too early.
-        DAMAGED: other bytes came back; the block is forgotten.
+        MISSING: the slot holds nothing, or another key. FAILED: the device failed, or the file
+        ends too early. DAMAGED: other bytes came back; the block is forgotten.
         """
         slots = self._enter(batch)
         try:
@@ -209,11 +214,9 @@ class DiskBackend:
     async def _in_chunks(
         self, positions: Positions, work: Callable[[Positions], Awaitable[None]]
     ) -> None:
-        """Do `work` on chunks of a batch, a few at a time: big batches leave room for small ones."""
+        """Do `work` on chunks of a batch, a few at a time: big batches leave room for others."""
         per_chunk = max(1, self._settings.chunk_bytes // self._stride_bytes)
-        chunks = iter(
-            [positions[i : i + per_chunk] for i in range(0, len(positions), per_chunk)]
-        )
+        chunks = iter([positions[i : i + per_chunk] for i in range(0, len(positions), per_chunk)])
 
         async def worker() -> None:
             for part in chunks:
@@ -260,7 +263,12 @@ class DiskBackend:
         statuses = np.full(len(part), IOStatus.FAILED, np.uint8)
         ready = await self._clear_old(slots)
         if not ready.all():
-            part, slots, host_slots, keys = part[ready], slots[ready], host_slots[ready], keys[ready]
+            part, slots, host_slots, keys = (
+                part[ready],
+                slots[ready],
+                host_slots[ready],
+                keys[ready],
+            )
         if not len(part):
             return statuses
         checksums = self._crew.begin_checksums(host_slots, keys)  # while the data is on its way
@@ -275,14 +283,19 @@ class DiskBackend:
         if not written.all():
             await self.records.clear(slots[~written])
         self._table.commit(
-            slots[written], rows["key"][written], rows["checksum"][written], rows["sequence"][written]
+            slots[written],
+            rows["key"][written],
+            rows["checksum"][written],
+            rows["sequence"][written],
         )
         done = np.flatnonzero(ready)[landed][written]
         statuses[done] = IOStatus.LANDED
         return statuses
 
     async def _clear_old(self, slots: SlotIds) -> NDArray[np.bool_]:
-        """Forget what `slots` hold, before any of their bytes changes; which of them may be written."""
+        """Forget what `slots` hold, before any of their bytes changes; which of them may be
+        written.
+        """
         filled = self._table.filled(slots)
         if not filled.any():
             return ~filled
@@ -292,9 +305,7 @@ class DiskBackend:
         ready[filled] = await self.records.clear(old) == 0
         return ready
 
-    def _rows(
-        self, batch: BlockIO, part: Positions, sums: NDArray[np.uint64]
-    ) -> NDArray[np.void]:
+    def _rows(self, batch: BlockIO, part: Positions, sums: NDArray[np.uint64]) -> NDArray[np.void]:
         assert self._store is not None
         rows = np.zeros(len(part), RECORD)
         rows["key"] = batch.keys[part]
@@ -320,7 +331,9 @@ def _close(store: Store) -> None:
 
 
 async def _open_patiently(settings: DiskSettings, services: Services) -> Store:
-    """Open the store; wait a little for an owner that is dead but whose last I/O the kernel still does."""
+    """Open the store; wait a little for an owner that is dead but whose last I/O the kernel still
+    does.
+    """
     deadline = anyio.current_time() + settings.lock_timeout_ms / 1000
     limiter = anyio.CapacityLimiter(1)
     while True:
@@ -332,7 +345,7 @@ async def _open_patiently(settings: DiskSettings, services: Services) -> Store:
                 services.capacity_blocks,
                 limiter=limiter,
             )
-        except OwnershipError as error:
+        except DirectoryBusyError as error:
             if error.owner_lives or anyio.current_time() >= deadline:
                 raise
         await anyio.sleep(_LOCK_RETRY_S)

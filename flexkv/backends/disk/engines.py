@@ -1,7 +1,8 @@
 """How bytes get from the data files into the arena and back: one small interface, two engines.
 
-`Engine.transfer` moves the blocks of `Moves` and tells, per block, bytes moved or -errno. `RingEngine` does it with
-io_uring, `ThreadEngine` with a few threads; `choose` tries what this machine and these directories can do.
+`Engine.transfer` moves the blocks of `Moves` and tells, per block, bytes moved or -errno.
+`RingEngine` does it with io_uring, `ThreadEngine` with a few threads; `choose` tries what this
+machine and these directories can do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
+from flexkv.backends.disk.format import pointer
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.errors import StorageError
 from flexkv.model import PAGE_BYTES, SlotIds
@@ -36,7 +38,9 @@ Vectored = Callable[[int, Sequence[memoryview], int], int]  # os.preadv, os.pwri
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Blocks to move: `size_bytes` each, between file fds[i] at offsets[i] and arena slot host_slots[i]."""
+    """Blocks to move: `size_bytes` each, between file fds[i] at offsets[i] and arena slot
+    host_slots[i].
+    """
 
     write: bool
     fds: NDArray[np.int32]
@@ -54,7 +58,7 @@ class Engine(Protocol):
     name: ClassVar[str]
 
     async def transfer(self, moves: Moves) -> NDArray[np.int32]:
-        """Move the blocks; per block the bytes moved (fewer than asked: the file ends) or -errno."""
+        """Move the blocks; per block the bytes moved (too few: the file ends) or -errno."""
         ...
 
     async def aclose(self) -> None:
@@ -89,11 +93,11 @@ class RingEngine:
             self._ring,
             moves.write,
             count,
-            ffi.from_buffer("int32_t[]", moves.fds),
-            ffi.from_buffer("uint64_t[]", moves.offsets),
-            ffi.from_buffer("uint64_t[]", addresses),
-            ffi.from_buffer("uint32_t[]", lengths),
-            ffi.from_buffer("int32_t[]", results),
+            pointer("int32_t", moves.fds),
+            pointer("uint64_t", moves.offsets),
+            pointer("uint64_t", addresses),
+            pointer("uint32_t", lengths),
+            pointer("int32_t", results),
             ticket.number,
         )
         if queued < 0:
@@ -114,7 +118,8 @@ class RingEngine:
 
 
 class ThreadEngine:
-    """preadv and pwritev in a few threads, for machines and file systems without io_uring or O_DIRECT.
+    """preadv and pwritev in a few threads, for machines and file systems without io_uring or
+    O_DIRECT.
 
     `read` and `write` are the system calls; tests put shorter ones there.
     """
@@ -190,12 +195,11 @@ def _runs(moves: Moves) -> list[NDArray[np.intp]]:
     return runs
 
 
-def _move_all(
-    call: Vectored, fd: int, views: list[memoryview], offset: int
-) -> tuple[int, int]:
+def _move_all(call: Vectored, fd: int, views: list[memoryview], offset: int) -> tuple[int, int]:
     """Move all of `views`, continuing short calls; bytes moved, and -errno if an error ended it.
 
-    O_DIRECT takes whole pages only, so a call that stopped within a page is continued at the page's start.
+    O_DIRECT takes whole pages only, so a call that stopped within a page is continued at the
+    page's start.
     """
     total = sum(map(len, views))
     moved = 0
@@ -225,10 +229,11 @@ def _after(views: list[memoryview], skip: int) -> list[memoryview]:
 def choose(
     settings: DiskSettings, buffered: str, completions: Completions, arena: Arena
 ) -> tuple[Engine, str]:
-    """Open the engine that `settings.engine` asks for, or the best one; and say why it is that one.
+    """Open the engine that `settings.engine` asks for, or the best one; and say why it is that
+    one.
 
-    `buffered` says why O_DIRECT is out of reach ("" when it works): then submitting to io_uring would copy bytes
-    on the event loop.
+    `buffered` says why O_DIRECT is out of reach ("" when it works): then submitting to io_uring
+    would copy bytes on the event loop.
 
     Raises:
         StorageError: io_uring was asked for by name and cannot be had.

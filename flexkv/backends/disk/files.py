@@ -1,7 +1,8 @@
 """The files of one directory: who owns them, how large they are, whether O_DIRECT works.
 
-`Directory`: `acquire` (lock), `superblock`, `write_superblock`, `set_aside`, `allocate`, `probe_direct`,
-`read_records`, `clear_records`, `release` - `filesystem_of` (its type). Everything here blocks: call it off the loop.
+`Directory`: `acquire` (lock), `superblock`, `write_superblock`, `set_aside`, `allocate`,
+`probe_direct`, `read_records`, `clear_records`, `release` - `filesystem_of` (its type).
+Everything here blocks: call it off the loop.
 """
 
 from __future__ import annotations
@@ -33,6 +34,18 @@ _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
+class DirectoryBusyError(OwnershipError):
+    """A directory is locked. `owner_lives`: by a process that still runs, as far as can be seen."""
+
+    def __init__(self, path: Path, owner: int) -> None:
+        who = f"process {owner}" if owner else "another process"
+        super().__init__(
+            f"{path} belongs to {who}; one process may use a directory at a time: "
+            "stop that one or name another directory"
+        )
+        self.owner_lives = _lives(owner)
+
+
 class Directory:
     """One directory of a store, locked while it is open."""
 
@@ -56,7 +69,8 @@ class Directory:
     def acquire(self) -> None:
         """Make the directory if need be, open its files and lock them.
 
-        Both files are locked: what a killed owner's kernel threads still have to write holds the data file.
+        Both files are locked: what a killed owner's kernel threads still have to write holds
+        the data file.
 
         Raises:
             OwnershipError: another process has it.
@@ -113,7 +127,9 @@ class Directory:
         self._reserve(self.data_fd, DATA_NAME, geometry.data_bytes(self.index))
 
     def probe_direct(self) -> str:
-        """Switch the data file to O_DIRECT if that works, tried by one read; otherwise say why not."""
+        """Switch the data file to O_DIRECT if that works, tried by one read; otherwise say why
+        not.
+        """
         kind = filesystem_of(self.path)
         if kind in _MEMORY_FILESYSTEMS:
             return f"{self.path} is on {kind}, which lives in memory"
@@ -131,9 +147,11 @@ class Directory:
         return ""
 
     def read_records(self, count: int) -> NDArray[np.void]:
-        """The records of local slots 0 to `count` - 1 as an array of RECORD; past the end of the file: empty."""
+        """The records of local slots 0 to `count` - 1 as an array of RECORD; past the end of the
+        file: empty.
+        """
         records = np.zeros(count, RECORD)
-        view = memoryview(records.view(np.uint8))
+        view = memoryview(records.view(np.uint8).data)
         position = 0
         while position < len(view):
             moved = os.preadv(self.records_fd, [view[position:]], SUPERBLOCK_BYTES + position)
@@ -184,12 +202,7 @@ class Directory:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = self.owner()
-            who = f"process {owner}" if owner else "another process"
-            raise OwnershipError(
-                f"{self.path} belongs to {who}; one process may use a directory at a time: "
-                "stop that one or name another directory"
-            ) from error
+            raise DirectoryBusyError(self.path, self.owner()) from error
 
     def _name_owner(self, text: str) -> None:
         (self.path / OWNER_NAME).write_text(text)
@@ -222,7 +235,9 @@ class Directory:
 
 
 def filesystem_of(path: Path) -> str:
-    """Type of the file system that holds `path` ("ext4", "tmpfs", ...), "unknown" if the kernel does not say."""
+    """Type of the file system that holds `path` ("ext4", "tmpfs", ...), "unknown" if the kernel
+    does not say.
+    """
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -234,6 +249,14 @@ def filesystem_of(path: Path) -> str:
         if words[2] == wanted:
             return words[words.index("-") + 1]
     return "unknown"
+
+
+def _lives(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in {"Z", "X"}
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:

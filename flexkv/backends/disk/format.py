@@ -1,10 +1,12 @@
 """What the disk tier's files look like: superblock, slot records, and where a slot lives.
 
-`Geometry` (slot -> directory and local slot) - `Superblock` (`encode`, `decode`) - `RECORD` (numpy layout of
-fx_record in records.h) - `seal`, `check` (a record's own check) - `identity_text`, `differences` (for people).
+`Geometry` (slot -> directory and local slot) - `Superblock` (`encode`, `decode`) - `RECORD`
+(numpy layout of fx_record in records.h) - `seal`, `check` (a record's own check) -
+`identity_text`, `differences` (for people).
 
-A directory holds `flexkv.records` (a superblock of 4 KiB, then one record of 64 bytes per slot), `flexkv.data`
-(the slots, `stride_bytes` each) and `flexkv.owner` (the owner's process id, for messages only).
+A directory holds `flexkv.records` (a superblock of 4 KiB, then one record of 64 bytes per
+slot), `flexkv.data` (the slots, `stride_bytes` each) and `flexkv.owner` (the owner's process
+id, for messages only).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,9 @@ from numpy.typing import NDArray
 from flexkv._core import ffi, lib
 from flexkv.errors import FormatError
 from flexkv.model import PAGE_BYTES, Identity, SlotIds
+
+if TYPE_CHECKING:
+    from flexkv._core import CData
 
 RECORDS_NAME = "flexkv.records"
 DATA_NAME = "flexkv.data"
@@ -50,7 +55,8 @@ RECORD = np.dtype(
 )
 assert RECORD.itemsize == RECORD_BYTES
 
-# magic, format, crc, identity digest, set id, index, directories, slots, stride, block bytes, state, text length
+# magic, format, crc, identity digest, set id, index, directories, slots, stride, block bytes,
+# state, text length
 _HEADER = struct.Struct("<8sII32s16sIIQQQII")
 _CRC_OFFSET = 12
 _TEXT_OFFSET = 128
@@ -100,7 +106,9 @@ class Superblock:
 
     @property
     def seed(self) -> int:
-        """Seed of the checks of this directory's records; another store or directory has another one."""
+        """Seed of the checks of this directory's records; another store or directory has another
+        one.
+        """
         return (int.from_bytes(self.set_id[:8], "little") + self.index) & 0xFFFF_FFFF_FFFF_FFFF
 
     def encode(self) -> bytes:
@@ -154,18 +162,24 @@ class Superblock:
         return cls(digest, text, set_id, index, geometry, state, version)
 
 
+def pointer(kind: str, array: NDArray[Any]) -> CData:
+    """The memory of a contiguous `array` as a C array of `kind`; keeps the array alive."""
+    return ffi.from_buffer(f"{kind}[]", array.data)
+
+
 def is_ours(block: bytes) -> bool:
     """Whether a records file was made by flexkv, in whatever version and shape."""
     return block[: len(MAGIC)] == MAGIC
 
 
 def seal(records: NDArray[np.void], slots: SlotIds, seeds: NDArray[np.uint64]) -> None:
-    """Fill in `check` of `records` (dtype RECORD), which belong into the local slots `slots` of directories with
-    these `seeds`."""
+    """Fill in `check` of `records` (dtype RECORD), which belong into the local slots `slots` of
+    directories with these `seeds`.
+    """
     lib.fx_records_seal(
-        ffi.from_buffer("fx_record[]", records),
-        ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots, np.uint32)),
-        ffi.from_buffer("uint64_t[]", np.ascontiguousarray(seeds, np.uint64)),
+        pointer("fx_record", records),
+        pointer("uint32_t", np.ascontiguousarray(slots, np.uint32)),
+        pointer("uint64_t", np.ascontiguousarray(seeds, np.uint64)),
         len(records),
     )
 
@@ -175,11 +189,11 @@ def check(records: NDArray[np.void], first: int, seed: int) -> NDArray[np.uint8]
     states = np.zeros(len(records), np.uint8)
     if len(records):
         lib.fx_records_check(
-            ffi.from_buffer("fx_record[]", records),
+            pointer("fx_record", records),
             first,
             len(records),
             seed,
-            ffi.from_buffer("uint8_t[]", states),
+            pointer("uint8_t", states),
         )
     return states
 

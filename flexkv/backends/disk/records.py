@@ -1,7 +1,7 @@
 """Slot records on their way to disk, and other work for the crew: nothing here blocks the loop.
 
-`Crew`: `begin_checksums` (XXH3-64 of arena blocks, bound to their keys), `write_records` - `RecordFiles`: `write`
-and `clear` the records of slots.
+`Crew`: `begin_checksums` (XXH3-64 of arena blocks, bound to their keys), `write_records` -
+`RecordFiles`: `write` and `clear` the records of slots.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv._core import ffi, lib
+from flexkv._core import lib
 from flexkv.backends.disk import format as disk_format
+from flexkv.backends.disk.format import pointer
 from flexkv.model import KeyArray, SlotIds
 
 if TYPE_CHECKING:
@@ -59,7 +60,15 @@ class Crew:
         job = Checksums(None, slots, np.ascontiguousarray(keys, np.uint64), sums, self)
         ticket = self._completions.ticket(keep=(job, self._arena))
         queued = lib.fx_crew_checksum(
-            self._completions.crew, *self._arguments(job), ticket.number
+            self._completions.crew,
+            self._arena.base,
+            self._arena.stride_bytes,
+            pointer("uint32_t", job.slots),
+            self._block_bytes,
+            pointer("uint64_t", job.keys),
+            len(job.slots),
+            pointer("uint64_t", job.sums),
+            ticket.number,
         )
         if queued < 0:
             self._completions.fail(ticket, -queued)
@@ -70,7 +79,15 @@ class Crew:
     async def checksums_in_thread(self, job: Checksums) -> None:
         """Do the work of `job` in our own thread."""
         await anyio.to_thread.run_sync(
-            lib.fx_checksum_blocks, *self._arguments(job), limiter=self._limiter
+            lib.fx_checksum_blocks,
+            self._arena.base,
+            self._arena.stride_bytes,
+            pointer("uint32_t", job.slots),
+            self._block_bytes,
+            pointer("uint64_t", job.keys),
+            len(job.slots),
+            pointer("uint64_t", job.sums),
+            limiter=self._limiter,
         )
 
     async def write_records(
@@ -80,32 +97,19 @@ class Crew:
         results = np.zeros(len(records), np.int32)
         arguments = (
             len(records),
-            ffi.from_buffer("int32_t[]", fds),
-            ffi.from_buffer("uint64_t[]", offsets),
-            ffi.from_buffer("fx_record[]", records),
-            ffi.from_buffer("int32_t[]", results),
+            pointer("int32_t", fds),
+            pointer("uint64_t", offsets),
+            pointer("fx_record", records),
+            pointer("int32_t", results),
         )
         ticket = self._completions.ticket(keep=results)
         queued = lib.fx_crew_write_records(self._completions.crew, *arguments, ticket.number)
         if queued < 0:
             self._completions.fail(ticket, -queued)
-            await anyio.to_thread.run_sync(
-                lib.fx_records_write, *arguments, limiter=self._limiter
-            )
+            await anyio.to_thread.run_sync(lib.fx_records_write, *arguments, limiter=self._limiter)
         else:
             await ticket
         return results
-
-    def _arguments(self, job: Checksums) -> tuple[object, ...]:
-        return (
-            self._arena.base,
-            self._arena.stride_bytes,
-            ffi.from_buffer("uint32_t[]", job.slots),
-            self._block_bytes,
-            ffi.from_buffer("uint64_t[]", job.keys),
-            len(job.slots),
-            ffi.from_buffer("uint64_t[]", job.sums),
-        )
 
 
 class RecordFiles:

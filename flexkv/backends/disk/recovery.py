@@ -1,7 +1,8 @@
 """Opening a store: is it ours, is it whole, what did a previous life commit.
 
-`open_store` (blocking) locks the directories, decides by the rule `on_mismatch`, makes or mends the files, and
-reads the records into a `Store`: its `SlotTable`, the `Recovered` rows and a `Report` of what was dropped and why.
+`open_store` (blocking) locks the directories, decides by the rule `on_mismatch`, makes or mends
+the files, and reads the records into a `Store`: its `SlotTable`, the `Recovered` rows and a
+`Report` of what was dropped and why.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class _Opening:
         self._compare_members()
         if self.problems and not self.clear:
             raise FormatError(
-                f'{"; ".join(self.problems)}. Name other directories, or set on_mismatch="clear" to start empty'
+                f"{'; '.join(self.problems)}. "
+                'Name other directories, or set on_mismatch="clear" to start empty'
             )
         if self.problems:
             self.report.cleared = "; ".join(self.problems)
@@ -149,8 +151,8 @@ class _Opening:
                 )
         if found.index != directory.index:
             self.problems.append(
-                f"{_records(directory)} was directory {found.index} of its store, now it is {directory.index}: "
-                "the order of the directories changed"
+                f"{_records(directory)} was directory {found.index} of its store, now it is "
+                f"{directory.index}: the order of the directories changed"
             )
 
     def _compare_members(self) -> None:
@@ -162,12 +164,14 @@ class _Opening:
         for directory in self.directories:
             if not directory.superblock() and directory.data_bytes:
                 self.problems.append(
-                    f"{directory.path} holds {disk_format.DATA_NAME} of {directory.data_bytes} bytes, "
-                    f"but {disk_format.RECORDS_NAME} is gone"
+                    f"{directory.path} holds {disk_format.DATA_NAME} of {directory.data_bytes} "
+                    f"bytes, but {disk_format.RECORDS_NAME} is gone"
                 )
 
     def _make(self, set_id: bytes, directories: list[Directory]) -> None:
-        """Make directories empty members of the store. A kill at any point leaves them FORMATTING or done."""
+        """Make directories empty members of the store. A kill at any point leaves them FORMATTING
+        or done.
+        """
         try:
             for directory in directories:
                 directory.write_superblock(self._superblock(set_id, directory.index, FORMATTING))
@@ -208,11 +212,15 @@ class _Opening:
         self, index: int, records: NDArray[np.void], data_bytes: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Local slots with a usable record, and those whose record must go."""
-        states = disk_format.check(records, 0, self._superblock(self.members[index].set_id, index).seed)
+        states = disk_format.check(
+            records, 0, self._superblock(self.members[index].set_id, index).seed
+        )
         good = states == disk_format.GOOD
         fits = (records["size"] == self.geometry.block_bytes) & (records["flags"] == 0)
         whole = np.arange(len(records)) < data_bytes // self.geometry.stride_bytes
-        self.report.damaged_records += int(np.count_nonzero((states != disk_format.EMPTY) & ~(good & fits)))
+        self.report.damaged_records += int(
+            np.count_nonzero((states != disk_format.EMPTY) & ~(good & fits))
+        )
         self.report.cut_off += int(np.count_nonzero(good & fits & ~whole))
         usable = good & fits & whole
         return np.flatnonzero(usable), np.flatnonzero((states != disk_format.EMPTY) & ~usable)

@@ -1,4 +1,6 @@
-"""Options of the disk tier: `DiskSettings.read` checks what the configuration says, once, at the door."""
+"""Options of the disk tier: `DiskSettings.read` checks what the configuration says, once, at the
+door.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ MISMATCH_RULES = ("error", "clear")
 class DiskSettings:
     """What may be set for the disk tier.
 
-    `directories` are striped in the order given; put them on different devices. `engine` is "auto", "io_uring"
-    or "threads". `queue_depth` (I/Os) and `in_flight_bytes` limit what the device has to do at once, `threads`
-    is the size of the thread engine. A batch is moved in chunks of `chunk_bytes`, `chunks_in_flight` of them at
-    a time, so that checksums of one chunk are computed while the next one is read. `on_mismatch` says what to do
-    with a foreign, older or damaged store or one of another identity: "error" or "clear". `lock_timeout_ms` is
+    `directories` are striped in the order given; put them on different devices. `engine` is
+    "auto", "io_uring" or "threads". `queue_depth` (I/Os) and `in_flight_bytes` limit what the
+    device has to do at once, `threads` is the size of the thread engine. A batch is moved in
+    chunks of `chunk_bytes`, `chunks_in_flight` of them at a time, so that checksums of one
+    chunk are computed while the next one is read. `on_mismatch` says what to do with a foreign,
+    older or damaged store or one of another identity: "error" or "clear". `lock_timeout_ms` is
     how long to wait for a killed owner whose last I/O the kernel has not finished yet.
     """
 
@@ -46,15 +49,17 @@ class DiskSettings:
         unknown = sorted(set(settings) - known)
         if unknown:
             raise ConfigError(
-                f"disk tier: unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+                f"disk tier: unknown setting {', '.join(unknown)}; "
+                f"known: {', '.join(sorted(known))}"
             )
         values = dict(settings)
         values["directories"] = _directories(settings.get("directories"))
         made = cls(**values)
         for name, allowed in (("engine", ENGINES), ("on_mismatch", MISMATCH_RULES)):
-            if getattr(made, name) not in allowed:
+            value = getattr(made, name)
+            if value not in allowed:
                 raise ConfigError(
-                    f"disk tier: {name} must be one of {', '.join(allowed)}, got {getattr(made, name)!r}"
+                    f"disk tier: {name} must be one of {', '.join(allowed)}, got {value!r}"
                 )
         for name in (
             "queue_depth",

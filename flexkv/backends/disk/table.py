@@ -23,11 +23,12 @@ class SlotTable:
 
     def filled(self, slots: SlotIds) -> BoolArray:
         """Which of `slots` hold a committed block."""
-        return self.sequences[slots] != 0
+        return np.not_equal(self.sequences[slots], 0)
 
     def holds(self, slots: SlotIds, keys: KeyArray) -> BoolArray:
         """Which of `slots` hold a committed block of the key asked for."""
-        return self.filled(slots) & (self.keys[slots] == keys).all(axis=1)
+        same_key: BoolArray = (self.keys[slots] == keys).all(axis=1)
+        return self.filled(slots) & same_key
 
     def take_sequences(self, count: int) -> NDArray[np.uint64]:
         """The next `count` sequence numbers."""
