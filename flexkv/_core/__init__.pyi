@@ -39,7 +39,7 @@ class Library:
     def fx_ring_queue(
         self,
         ring: CData,
-        write: int,
+        mode: int,
         n: int,
         fds: CData,
         offsets: CData,
@@ -51,6 +51,7 @@ class Library:
     def fx_ring_submit(self, ring: CData) -> int: ...
     def fx_ring_reap(self, ring: CData) -> int: ...
     def fx_ring_in_flight(self, ring: CData) -> int: ...
+    def fx_ring_queued(self, ring: CData) -> int: ...
     def fx_ring_close(self, ring: CData) -> int: ...
 
     # --- records.h
