@@ -116,6 +116,10 @@ class Library:
     def fx_crew_move(
         self, crew: CData, sources: CData, targets: CData, size: int, n: int, ticket: int
     ) -> int: ...
+    def fx_prefault(self, address: int, size: int) -> int: ...
+    def fx_copy_plain(
+        self, sources: CData, targets: CData, size: int, n: int, kind: int
+    ) -> None: ...
 
     # --- hash.h
 
