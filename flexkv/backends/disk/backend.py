@@ -19,17 +19,15 @@ from numpy.typing import NDArray
 
 from flexkv._core import lib
 from flexkv.backends.disk import engines
-from flexkv.backends.disk.engines import Moves
-from flexkv.backends.disk.files import DirectoryBusyError
+from flexkv.backends.disk.engines import Engine, Moves
 from flexkv.backends.disk.format import RECORD
 from flexkv.backends.disk.records import Crew, RecordFiles
-from flexkv.backends.disk.recovery import Report, Store, open_store
+from flexkv.backends.disk.recovery import Report, Store, open_patiently
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.errors import ClosedError, ConfigError, InputError
 from flexkv.model import PAGE_BYTES, IOStatus, SlotIds, Statuses
 from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Recovered, Services
 
-_LOCK_RETRY_S = 0.05
 _MAX_CHUNKS = 64  # of all batches together; more wait their turn
 _CLOSE_TIMEOUT_S = 30
 
@@ -52,6 +50,8 @@ class DiskBackend:
         self.engine_reason = ""
         self.report = Report()
         self.damaged_blocks = 0
+        self.engine: Engine  # set by `open`, as are the next ones
+        self.records: RecordFiles
         self._store: Store | None = None
         self._batches = 0
         self._idle = anyio.Event()
@@ -84,12 +84,10 @@ class DiskBackend:
                 f"disk tier: a slot of {spec.stride_bytes} bytes does not fit into arena slots of "
                 f"{services.arena.stride_bytes}"
             )
-        store = await _open_patiently(settings, services)
+        store = await open_patiently(settings, services.identity, services.capacity_blocks)
         try:
-            reasons = [directory.probe_direct() for directory in store.directories]
-            buffered = next(filter(None, reasons), "")
             self.engine, self.engine_reason = engines.choose(
-                settings, buffered, services.completions, services.arena
+                settings, store.buffered, services.completions, services.arena
             )
         except BaseException:
             store.release()
@@ -328,24 +326,3 @@ def _close(store: Store) -> None:
     for directory in store.directories:
         directory.sync()
     store.release()
-
-
-async def _open_patiently(settings: DiskSettings, services: Services) -> Store:
-    """Open the store; wait a little for an owner that is dead but whose last I/O the kernel still
-    does.
-    """
-    deadline = anyio.current_time() + settings.lock_timeout_ms / 1000
-    limiter = anyio.CapacityLimiter(1)
-    while True:
-        try:
-            return await anyio.to_thread.run_sync(
-                open_store,
-                settings,
-                services.identity,
-                services.capacity_blocks,
-                limiter=limiter,
-            )
-        except DirectoryBusyError as error:
-            if error.owner_lives or anyio.current_time() >= deadline:
-                raise
-        await anyio.sleep(_LOCK_RETRY_S)

@@ -169,7 +169,7 @@ class ThreadEngine:
 
     def _move_run(self, moves: Moves, run: NDArray[np.intp], results: NDArray[np.int32]) -> None:
         size = moves.size_bytes
-        views = [memoryview(self._arena.view(int(moves.host_slots[i])))[:size] for i in run]
+        views = [memoryview(self._arena.view(int(moves.host_slots[i])).data)[:size] for i in run]
         call = self._calls[moves.write]
         moved, error = _move_all(call, int(moves.fds[run[0]]), views, int(moves.offsets[run[0]]))
         whole = moved // size

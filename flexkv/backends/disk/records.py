@@ -125,20 +125,21 @@ class RecordFiles:
         """Seal and write the records of `slots`; per slot 0 or -errno."""
         directories, local = self._geometry.locate(slots)
         disk_format.seal(records, local.astype(np.uint32), self._seeds[directories])
-        return await self._store(directories, local, records)
+        return await self.store(directories, local, records)
 
     async def clear(self, slots: SlotIds) -> NDArray[np.int32]:
         """Make the records of `slots` empty; per slot 0 or -errno."""
         directories, local = self._geometry.locate(slots)
         empty = np.zeros(len(slots), disk_format.RECORD)
-        return await self._store(directories, local, empty)
+        return await self.store(directories, local, empty)
 
-    async def _store(
+    async def store(
         self,
         directories: NDArray[np.uint32],
         local: NDArray[np.uint64],
         records: NDArray[np.void],
     ) -> NDArray[np.int32]:
+        """Write `records` as they are into local slots of directories; per record 0 or -errno."""
         order = np.lexsort((local, directories))  # neighbours go out together
         offsets = local[order] * disk_format.RECORD_BYTES + disk_format.SUPERBLOCK_BYTES
         written = await self._crew.write_records(

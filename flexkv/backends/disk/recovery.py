@@ -11,17 +11,21 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.backends.disk import format as disk_format
-from flexkv.backends.disk.files import Directory
+from flexkv.backends.disk.files import Directory, DirectoryBusyError
 from flexkv.backends.disk.format import FORMATTING, IN_USE, Geometry, Superblock
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.backends.disk.table import SlotTable
 from flexkv.errors import FormatError
 from flexkv.model import BoolArray, Identity
 from flexkv.protocols import Recovered
+
+_LOCK_RETRY_S = 0.05
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class Store:
     table: SlotTable
     recovered: Recovered | None
     report: Report
+    buffered: str = ""  # why not all data files are read with O_DIRECT
 
     def release(self) -> None:
         """Unlock and close all directories."""
@@ -68,11 +73,30 @@ def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
     try:
         for directory in directories:
             directory.acquire()
-        return _Opening(settings, identity, geometry, directories).run()
+        store = _Opening(settings, identity, geometry, directories).run()
+        reasons = [directory.probe_direct() for directory in directories]
+        store.buffered = next(filter(None, reasons), "")
+        return store
     except BaseException:
         for directory in directories:
             directory.release()
         raise
+
+
+async def open_patiently(settings: DiskSettings, identity: Identity, slots: int) -> Store:
+    """Do `open_store` in a thread; wait a little for an owner that is dead but whose last I/O the
+    kernel still does."""
+    deadline = anyio.current_time() + settings.lock_timeout_ms / 1000
+    limiter = anyio.CapacityLimiter(1)
+    while True:
+        try:
+            return await anyio.to_thread.run_sync(
+                open_store, settings, identity, slots, limiter=limiter
+            )
+        except DirectoryBusyError as error:
+            if error.owner_lives or anyio.current_time() >= deadline:
+                raise
+        await anyio.sleep(_LOCK_RETRY_S)
 
 
 class _Opening:
