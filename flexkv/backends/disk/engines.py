@@ -71,13 +71,17 @@ class RingEngine:
 
     name: ClassVar[str] = "io_uring"
 
-    def __init__(self, completions: Completions, arena: Arena, settings: DiskSettings) -> None:
+    def __init__(
+        self, completions: Completions, arena: Arena, settings: DiskSettings, buffered: bool
+    ) -> None:
         ring = lib.fx_ring_open(completions.hub, settings.queue_depth, settings.in_flight_bytes)
         if ring == ffi.NULL:
             raise StorageError(f"io_uring cannot be opened: {os.strerror(ffi.errno)}")
         self._ring = ring
         self._completions = completions
         self._arena = arena
+        # Without O_DIRECT the kernel would copy while we submit: leave that to its own threads.
+        self._mode = 2 if buffered else 0
         completions.attach(ring)
 
     async def transfer(self, moves: Moves) -> NDArray[np.int32]:
@@ -91,7 +95,7 @@ class RingEngine:
         ticket = self._completions.ticket(keep=(results, self._arena))
         queued = lib.fx_ring_queue(
             self._ring,
-            moves.write,
+            self._mode | moves.write,
             count,
             pointer("int32_t", moves.fds),
             pointer("uint64_t", moves.offsets),
@@ -243,7 +247,7 @@ def choose(
     failure = lib.fx_ring_probe()
     if failure == 0 and (not buffered or settings.engine == "io_uring"):
         try:
-            return RingEngine(completions, arena, settings), buffered or "available"
+            return RingEngine(completions, arena, settings, bool(buffered)), buffered or "available"
         except StorageError:
             if settings.engine == "io_uring":
                 raise
