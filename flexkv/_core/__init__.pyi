@@ -55,6 +55,25 @@ class Library:
     def fx_ring_queued(self, ring: CData) -> int: ...
     def fx_ring_close(self, ring: CData) -> int: ...
 
+    # --- records.h
+    def fx_records_seal(self, records: CData, slots: CData, seeds: CData, n: int) -> None: ...
+    def fx_records_check(
+        self, records: CData, first: int, n: int, seed: int, states: CData
+    ) -> int: ...
+    def fx_records_write(
+        self, n: int, fds: CData, offsets: CData, records: CData, results: CData
+    ) -> int: ...
+    def fx_crew_write_records(
+        self,
+        crew: CData,
+        n: int,
+        fds: CData,
+        offsets: CData,
+        records: CData,
+        results: CData,
+        ticket: int,
+    ) -> int: ...
+
     # --- copy.h
     def fx_copy_blocks(
         self,
