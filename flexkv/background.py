@@ -76,7 +76,7 @@ class Spiller:
         while self._queued_blocks > self._queue_blocks and len(self._queue) > 1:
             dropped = self._take(self._batch_blocks)[0]
             self._settle(dropped)
-            self._telemetry.add("flexkv_dropped_blocks_total", len(dropped), work="spill")
+            self._telemetry.add("dropped_blocks", len(dropped), work="spill")
         self._work.raise_()
 
     def pending(self, blocks: BlockIds) -> BoolArray:
@@ -113,7 +113,7 @@ class Spiller:
     async def _spill(self, blocks: BlockIds, keys: KeyArray) -> None:
         graph, dropped = self._planner.plan_spill(blocks, keys)
         if dropped:
-            self._telemetry.add("flexkv_dropped_blocks_total", dropped, work="spill")
+            self._telemetry.add("dropped_blocks", dropped, work="spill")
         if graph is None:
             return
         run = self._engine.start(graph)

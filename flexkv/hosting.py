@@ -213,7 +213,7 @@ class Host:
 
     def _time_out(self, request: Request) -> None:
         log.warning("transfer.timeout", kind=request.kind, blocks=len(request.run.graph.blocks))
-        self._telemetry.add("flexkv_deadlines_total", 1, kind=request.kind)
+        self._telemetry.add("timed_out_transfers", 1, kind=request.kind)
         request.run.cancel()
         request.conclude(timed_out=True)
 
@@ -228,10 +228,10 @@ class Host:
         transfer.quiesce()
         elapsed_ms, exposed_ms = transfer.elapsed()
         telemetry = self._telemetry
-        telemetry.add("flexkv_requests_total", 1, kind=kind, outcome=transfer.outcome)
-        telemetry.observe("flexkv_request_seconds", elapsed_ms / 1e3, kind=kind)
-        telemetry.observe("flexkv_exposed_seconds", exposed_ms / 1e3, kind=kind)
-        telemetry.observe("flexkv_hidden_seconds", (elapsed_ms - exposed_ms) / 1e3, kind=kind)
+        telemetry.add("transfers", 1, kind=kind, outcome=transfer.outcome)
+        telemetry.observe("transfer_seconds", exposed_ms / 1e3, kind=kind, part="exposed")
+        hidden_ms = elapsed_ms - exposed_ms
+        telemetry.observe("transfer_seconds", hidden_ms / 1e3, kind=kind, part="hidden")
         log.debug(
             "transfer.done",
             kind=kind,
@@ -310,19 +310,17 @@ class Host:
         """Offer what is best read when somebody looks."""
         gauge = self._telemetry.gauge
         for tier in stack.ledger.tiers.values():
-            gauge("flexkv_mempool_total_blocks", partial(getattr, tier, "capacity"), tier=tier.name)
-            gauge("flexkv_mempool_free_blocks", partial(getattr, tier, "free"), tier=tier.name)
+            gauge("tier_capacity_blocks", partial(getattr, tier, "capacity"), tier=tier.name)
+            gauge("tier_free_blocks", partial(getattr, tier, "free"), tier=tier.name)
         for lane in stack.engine.lanes.values():
-            gauge(
-                "flexkv_lane_in_flight_bytes", partial(getattr, lane, "in_flight"), lane=lane.name
-            )
-            gauge("flexkv_lane_queued_ops", partial(getattr, lane, "waiting"), lane=lane.name)
-        gauge("flexkv_spill_queued_blocks", lambda: stack.spiller.queued_blocks)
-        gauge("flexkv_index_blocks", lambda: len(stack.index))
-        gauge("flexkv_pinned_blocks", lambda: stack.index.pinned)
-        gauge("flexkv_tickets_in_flight", lambda: stack.completions.in_flight)
+            gauge("lane_bytes_in_flight", partial(getattr, lane, "in_flight"), lane=lane.name)
+            gauge("lane_queue_depth", partial(getattr, lane, "waiting"), lane=lane.name)
+        gauge("spill_queue_blocks", lambda: stack.spiller.queued_blocks)
+        gauge("index_blocks", lambda: len(stack.index))
+        gauge("pinned_blocks", lambda: stack.index.pinned)
+        gauge("tickets_in_flight", lambda: stack.completions.in_flight)
         for kind in self._admission:
-            gauge("flexkv_requests_in_flight", partial(self._running, kind), kind=kind)
+            gauge("transfers_in_flight", partial(self._running, kind), kind=kind)
 
     def _running(self, kind: str) -> int:
         return sum(transfer.kind == kind for transfer in self.transfers)

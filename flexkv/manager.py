@@ -157,8 +157,8 @@ class KVManager:
             stack.planner.release(blocks[:skipped])
             blocks = blocks[skipped:]
         keys = keys[skipped : skipped + len(blocks)]
-        self.telemetry.add("flexkv_queried_blocks_total", usable // size)
-        self.telemetry.add("flexkv_matched_blocks_total", len(blocks) + skipped)
+        self.telemetry.add("queried_blocks", usable // size)
+        self.telemetry.add("hit_blocks", len(blocks) + skipped)
         plan = Plan(
             "get",
             offset=skipped * size if len(blocks) else computed_tokens,
@@ -236,7 +236,7 @@ class KVManager:
         try:
             plan = self.put_match(tokens, namespace=namespace)
         except CapacityError as error:
-            self.telemetry.add("flexkv_refused_puts_total", 1)
+            self.telemetry.add("refused_puts", 1)
             return self._refused("put", error)
         return self._launch_or_cancel(plan, slot_mapping)
 
@@ -251,7 +251,7 @@ class KVManager:
             self._host.admit("prefetch")
         except CapacityError as error:
             plan.cancel()
-            self.telemetry.add("flexkv_dropped_blocks_total", len(plan.blocks), work="prefetch")
+            self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
             return self._refused("prefetch", error)
         stack.plans.close(plan)
         get = stack.planner.plan_get(plan.blocks, plan.keys, None, stack.completions.now())

@@ -56,5 +56,5 @@ class Plans:
 
     def _expire(self, plan: Plan) -> None:
         log.warning("plan.expired", kind=plan.kind, blocks=len(plan.blocks))
-        self._telemetry.add("flexkv_expired_plans_total", 1, kind=plan.kind)
+        self._telemetry.add("expired_plans", 1, kind=plan.kind)
         self.cancel(plan)

@@ -99,7 +99,7 @@ class Request:
             durable=durable,
         )
         for tier, count in by_tier.items():
-            telemetry.add("flexkv_cache_hit_blocks_total", count, tier=tier)
+            telemetry.add("tier_hit_blocks", count, tier=tier)
 
     def _cancel(self, transfer: Transfer) -> None:
         self.run.cancel()
@@ -116,7 +116,7 @@ class Request:
             self._conclude_put(prefix, int(np.count_nonzero(~arrived)), timed_out)
             return
         if self.kind == "get":
-            self.telemetry.add("flexkv_loaded_blocks_total", prefix)
+            self.telemetry.add("loaded_blocks", prefix)
         failed = _NO_BLOCKS if self.device_blocks is None else self.device_blocks[~arrived]
         cancelled = self.run.cancelled and not timed_out
         self.transfer.settle(
@@ -134,7 +134,7 @@ class Request:
         )
 
     def _conclude_put(self, prefix: int, lost: int, timed_out: bool) -> None:
-        self.telemetry.add("flexkv_stored_blocks_total", self.new_blocks - lost)
+        self.telemetry.add("stored_blocks", self.new_blocks - lost)
         if lost and (timed_out or not self.run.cancelled):
             why = "in time" if timed_out else "(see the log)"
             blocks = len(self.run.arrived)

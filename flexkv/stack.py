@@ -168,7 +168,7 @@ async def _open(
 
 
 def _count_evicted(telemetry: Telemetry, tier: str, count: int) -> None:
-    telemetry.add("flexkv_evicted_blocks_total", count, tier=tier)
+    telemetry.add("evicted_blocks", count, tier=tier)
 
 
 def _make_ledger(
