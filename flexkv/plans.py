@@ -25,7 +25,7 @@ class Plans:
         return len(self._open)
 
     def watch(self, plan: Plan) -> Plan:
-        """Keep a plan until it is closed, cancelled or too old; one without blocks holds nothing."""
+        """Keep a plan until it is closed, cancelled or too old; an empty one holds nothing."""
         if len(plan.blocks):
             plan.timer = self._completions.call_later(self._ttl_s, self._expire, plan)
             self._open.add(plan)
