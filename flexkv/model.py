@@ -64,6 +64,7 @@ class IOStatus(enum.IntEnum):
     FAILED = 1  # I/O error: the stored block may still be good
     DAMAGED = 2  # checksum, size or key is wrong: the stored block is lost
     MISSING = 3  # the store does not have it
+    SKIPPED = 4  # not tried: cancelled, or an earlier leg of the block failed
 
 
 def canonical_dtype(name: Any) -> str:
@@ -213,10 +214,9 @@ class Span:
 class Copy:
     """A node of the graph: move blocks from `source` to `target` once the ops in `after` are done.
 
-    `positions` numbers the blocks within the request (0 = first block of the prompt, victims that must be saved
-    first come behind its own blocks), so that the failure of a block in one op is known to the ops that depend on
-    it. `landing` is a number under which other graphs may wait for this op, `joins` are the landings of other
-    graphs that this op waits for. `layers` is a half-open range, None for all.
+    `positions` numbers the blocks within the graph, so that the failure of a block in one op is known to the ops
+    that depend on it. `landing` is a number under which other graphs may wait for this op, `joins` are the landings
+    of other graphs that this op waits for. `layers` is a half-open range, None for all.
     """
 
     source: Span
@@ -235,16 +235,21 @@ class Copy:
 class TransferGraph:
     """Ops of one request in an order in which each comes behind those it waits for.
 
-    `blocks` and `keys` are what the ops' positions number; rows behind `own` are victims saved on the way.
-    `goal` is the place that counts as arrival. Lower `priority` goes first.
+    `blocks` and `keys` are what the ops' positions number. `goal` is the place that counts as arrival; `arrived`
+    are the positions that are there already. Lower `priority` goes first. Graphs that write to stores carry the
+    chain: each block's parent key (zeros for a first block) and depth.
     """
 
     ops: tuple[Copy, ...]
     blocks: BlockIds
     keys: KeyArray
-    own: int
+    arrived: BoolArray
     goal: str
     priority: int
+    parents: KeyArray | None = None
+    depths: NDArray[np.uint32] | None = None
 
+
+DEVICE, HOST = "device", "host"
 
 PRIORITY_GET, PRIORITY_PUT, PRIORITY_PREFETCH, PRIORITY_SPILL = range(4)
