@@ -17,7 +17,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from flexkv._core import ffi, lib
@@ -170,6 +170,12 @@ class Completions:
     def now(self) -> float:
         """The loop's time in seconds."""
         return self._loop.time()
+
+    def call_later(
+        self, delay_s: float, callback: Callable[..., None], *arguments: object
+    ) -> asyncio.TimerHandle:
+        """Call `callback(*arguments)` on the loop after `delay_s`; the handle has `cancel()`."""
+        return self._loop.call_later(delay_s, callback, *arguments)
 
     # --- rings
 

@@ -39,24 +39,19 @@ METRICS: dict[str, Series] = {
     "flexkv_requests_total": Series(
         "counter", "requests by kind and how they ended", ("kind", "outcome")
     ),
-    "flexkv_queried_blocks_total": Series("counter", "blocks looked up in a tier", ("tier",)),
-    "flexkv_cache_hit_blocks_total": Series("counter", "blocks a tier could serve", ("tier",)),
-    "flexkv_cache_miss_blocks_total": Series("counter", "blocks no tier could serve"),
+    "flexkv_queried_blocks_total": Series("counter", "blocks looked up by matches"),
+    "flexkv_matched_blocks_total": Series("counter", "blocks that matches found readable"),
+    "flexkv_cache_hit_blocks_total": Series(
+        "counter", "blocks of launched gets and prefetches, by the tier they come from", ("tier",)
+    ),
     # what became of it
-    "flexkv_loaded_blocks_total": Series(
-        "counter", "blocks that reached the device, by the tier they were in", ("tier",)
-    ),
-    "flexkv_stored_blocks_total": Series(
-        "counter", "blocks that became readable in a tier", ("tier",)
-    ),
+    "flexkv_loaded_blocks_total": Series("counter", "blocks that gets brought to the device"),
+    "flexkv_stored_blocks_total": Series("counter", "blocks that puts brought to host memory"),
     "flexkv_failed_blocks_total": Series(
-        "counter", "blocks whose I/O or copy failed", ("tier", "operation")
+        "counter", "blocks whose I/O or copy failed", ("source", "target")
     ),
     "flexkv_damaged_blocks_total": Series(
-        "counter", "blocks whose bytes were wrong and were dropped", ("tier",)
-    ),
-    "flexkv_shared_reads_blocks_total": Series(
-        "counter", "blocks that waited for a read another request had begun", ("tier",)
+        "counter", "blocks whose bytes were wrong and were dropped", ("source",)
     ),
     # what moved
     "flexkv_transfer_blocks_total": Series("counter", "blocks moved", ("source", "target")),
@@ -64,34 +59,21 @@ METRICS: dict[str, Series] = {
     "flexkv_transfer_bytes_total": Series("counter", "bytes moved", ("source", "target")),
     # what had to go
     "flexkv_evicted_blocks_total": Series("counter", "blocks evicted from a tier", ("tier",)),
-    "flexkv_allocation_failures_total": Series(
-        "counter", "requests for slots that a tier could not meet", ("tier",)
-    ),
+    "flexkv_refused_puts_total": Series("counter", "puts that found no room in host memory"),
+    "flexkv_expired_plans_total": Series("counter", "plans that nobody launched", ("kind",)),
     "flexkv_dropped_blocks_total": Series(
         "counter", "blocks of work given up under load", ("work",)
     ),
-    "flexkv_deadlines_total": Series(
-        "counter", "operations that passed their deadline", ("operation",)
-    ),
+    "flexkv_deadlines_total": Series("counter", "requests that passed their deadline", ("kind",)),
     # how long it took
     "flexkv_request_seconds": Series("histogram", "from the call to its result", ("kind",)),
     "flexkv_exposed_seconds": Series("histogram", "transfer time somebody waited for", ("kind",)),
     "flexkv_hidden_seconds": Series(
         "histogram", "transfer time that passed beside other work", ("kind",)
     ),
-    "flexkv_transfer_seconds": Series(
-        "histogram", "duration of one operation", ("source", "target")
-    ),
-    "flexkv_match_seconds": Series("histogram", "duration of a match"),
     # how it stands
     "flexkv_mempool_total_blocks": Series("gauge", "slots of a tier", ("tier",)),
     "flexkv_mempool_free_blocks": Series("gauge", "free slots of a tier", ("tier",)),
-    "flexkv_mempool_in_flight_blocks": Series(
-        "gauge", "slots of a tier with bytes on their way", ("tier",)
-    ),
-    "flexkv_tier_up": Series(
-        "gauge", "1 while a tier is in use, 0 when it was switched off", ("tier",)
-    ),
     "flexkv_lane_queued_ops": Series("gauge", "operations waiting for a lane", ("lane",)),
     "flexkv_lane_in_flight_bytes": Series("gauge", "bytes in flight in a lane", ("lane",)),
     "flexkv_requests_in_flight": Series("gauge", "requests that have not ended", ("kind",)),

@@ -1,4 +1,6 @@
-"""The public face of KVManager on the small rig: put, match, get, prefetch, wait, remove, reset, lifetime."""
+"""The public face of KVManager on the small rig: put, match, get, prefetch, wait, remove, reset,
+lifetime.
+"""
 
 from __future__ import annotations
 
