@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -420,10 +421,12 @@ class Zygote:
                 return said
         raise AssertionError(f"the child ended before it said {word!r}: {self.lines[-3:]}")
 
-    def kill(self) -> None:
-        """Kill the child and read the rest of what it said."""
-        os.kill(self._pid, signal.SIGKILL)
+    def kill(self, after_ms: float = 0) -> None:
+        """Kill the child, now or in a while, and read the rest of what it said."""
+        timer = threading.Timer(after_ms / 1000, os.kill, (self._pid, signal.SIGKILL))
+        timer.start()
         self.wait_for("dead")
+        timer.join()
 
 
 KILLS = int(os.environ.get("FLEXKV_TEST_KILLS", "20"))
@@ -442,9 +445,8 @@ async def test_kill_at_any_moment(tmp_path: Path, engine: str) -> None:
     with Zygote() as zygote:
         for turn in range(KILLS // 2):
             zygote.start(paths, seed=turn, mode="loop", slots=48, engine=engine)
-            for _ in range(int(random.integers(1, 12))):
-                zygote.wait_for("begun")
-            zygote.kill()
+            zygote.wait_for("begun")
+            zygote.kill(after_ms=random.uniform(0, 30))
             held, unsure = replay(held, zygote.lines)
             async with Rig(paths, slots=48, host_slots=48, engine=engine) as rig:
                 slots = {slot: number for number, slot in rig.found.items()}
