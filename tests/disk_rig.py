@@ -1,4 +1,6 @@
-"""What the tests of the disk tier share: `Rig` (an open tier with patterned blocks), `pattern`, `keys_of`, `ENGINES`."""
+"""What the tests of the disk tier share: `Rig` (an open tier with patterned blocks), `pattern`,
+`keys_of`, `ENGINES`.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +83,7 @@ class Rig:
         self.completions = Completions(**self._completions)
         self.arena = Arena(self.host_slots, self.identity.spec.stride_bytes, huge_pages=False)
         self.backend = DiskBackend()
-        services = Services(
-            self.completions, self.arena, self.identity, self.settings, self.slots
-        )
+        services = Services(self.completions, self.arena, self.identity, self.settings, self.slots)
         try:
             self.recovered = await self.backend.open(services)
         except BaseException:
@@ -117,7 +117,9 @@ class Rig:
     def batch(
         self, numbers: Sequence[int], slots: Sequence[int] | None = None, first: int = 0
     ) -> BlockIO:
-        """A batch of blocks between arena slots from `first` on and `slots` (default: the numbers)."""
+        """A batch of blocks between arena slots from `first` on and `slots` (default: the
+        numbers).
+        """
         numbers = list(numbers)
         store = np.array(numbers if slots is None else list(slots), np.uint32)
         parents = keys_of(np.maximum(np.array(numbers, np.int64), 1) - 1)
