@@ -1,0 +1,177 @@
+"""Work that nobody waits for: spilling blocks to lower tiers, and making stores forget.
+
+`Spiller.offer`, `Spiller.run` (a bounded loop in the manager's task group), `Spiller.drained`,
+`Spiller.pending`; `Discarder.run`, `Discarder.drained`. Spill is best effort: under load the oldest
+offers are dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import anyio
+import numpy as np
+
+from flexkv.engine import Engine
+from flexkv.ledger import Discard, Ledger
+from flexkv.model import BlockIds, BoolArray, IOStatus, KeyArray, TransferGraph
+from flexkv.planner import Planner
+from flexkv.protocols import BlockIO, StorageBackend
+from flexkv.telemetry import Telemetry, log
+
+
+class Signal:
+    """An event that can be raised many times; waiters see the next raise."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def raise_(self) -> None:
+        """Wake everybody who waits now."""
+        if self._event.statistics().tasks_waiting:
+            self._event.set()
+            self._event = anyio.Event()
+
+    async def wait(self) -> None:
+        """Wait for the next raise."""
+        await self._event.wait()
+
+
+class Spiller:
+    """Writes host blocks to the stores that lack them, a few batches at a time."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        engine: Engine,
+        telemetry: Telemetry,
+        *,
+        queue_blocks: int,
+        batch_blocks: int,
+        batches_in_flight: int = 2,
+    ) -> None:
+        self._planner, self._engine, self._telemetry = planner, engine, telemetry
+        self._queue_blocks, self._batch_blocks = queue_blocks, max(1, batch_blocks)
+        self.workers = batches_in_flight
+        self._queue: deque[tuple[BlockIds, KeyArray]] = deque()
+        self._queued_blocks = 0
+        self._pending = np.zeros(
+            planner.ledger.max_blocks, np.int32
+        )  # offers of a block not yet dealt with
+        self._active = 0
+        self._work = Signal()
+        self.progress = Signal()
+
+    @property
+    def queued_blocks(self) -> int:
+        """Blocks that wait for their turn."""
+        return self._queued_blocks
+
+    def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
+        """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
+        self._queue.append((blocks, keys))
+        self._queued_blocks += len(blocks)
+        self._pending[blocks] += 1
+        while self._queued_blocks > self._queue_blocks and len(self._queue) > 1:
+            dropped = self._take(self._batch_blocks)[0]
+            self._settle(dropped)
+            self._telemetry.add("dropped_blocks", len(dropped), work="spill")
+        self._work.raise_()
+
+    def pending(self, blocks: BlockIds) -> BoolArray:
+        """Which blocks are queued or being written."""
+        return self._pending[blocks] > 0
+
+    def _take(self, limit: int) -> tuple[BlockIds, KeyArray]:
+        blocks, keys = self._queue.popleft()
+        if len(blocks) > limit:
+            self._queue.appendleft((blocks[limit:], keys[limit:]))
+            blocks, keys = blocks[:limit], keys[:limit]
+        self._queued_blocks -= len(blocks)
+        return blocks, keys
+
+    def _settle(self, blocks: BlockIds) -> None:
+        self._pending[blocks] -= 1
+        self.progress.raise_()
+
+    async def run(self) -> None:
+        """Serve the queue until cancelled. Run `workers` of these to keep the device busy between
+        batches.
+        """
+        while True:
+            while not self._queue:
+                await self._work.wait()
+            blocks, keys = self._take(self._batch_blocks)
+            self._active += 1
+            try:
+                await self._spill(blocks, keys)
+            finally:
+                self._active -= 1
+                self._settle(blocks)
+
+    async def _spill(self, blocks: BlockIds, keys: KeyArray) -> None:
+        graph, dropped = self._planner.plan_spill(blocks, keys)
+        if dropped:
+            self._telemetry.add("dropped_blocks", dropped, work="spill")
+        if graph is None:
+            return
+        run = self._engine.start(graph)
+        await self._engine.run(run)
+        self._planner.release(graph.blocks)
+        lost = int(np.count_nonzero(~run.alive))
+        if lost:
+            log.warning("spill.failed", blocks=lost, goal=graph.goal)
+
+    async def save(self, graph: TransferGraph) -> None:
+        """Run a graph that saves victims before their host slots are written again."""
+        await self._engine.run(self._engine.start(graph))
+
+    async def drained(self) -> None:
+        """Wait until nothing is queued or being written."""
+        while self._queue or self._active:
+            await self.progress.wait()
+
+
+class Discarder:
+    """Makes stores forget slots, then gives the slots back to their pools."""
+
+    def __init__(self, ledger: Ledger, stores: Mapping[str, StorageBackend]) -> None:
+        self._ledger, self._stores = ledger, stores
+        self._work, self._idle = Signal(), Signal()
+        self._active = 0
+
+    def wake(self) -> None:
+        """Say that the ledger has discards."""
+        if self._ledger.discards:
+            self._work.raise_()
+
+    async def run(self) -> None:
+        """Serve the ledger's discards until cancelled."""
+        while True:
+            while not self._ledger.discards:
+                self._idle.raise_()
+                await self._work.wait()
+            batch = self._ledger.discards[:]
+            self._ledger.discards.clear()
+            self._active = len(batch)
+            for discard in batch:
+                await self._discard(discard)
+            self._active = 0
+
+    async def _discard(self, discard: Discard) -> None:
+        store = self._stores[discard.tier.name]
+        statuses = await store.discard(BlockIO(discard.slots, discard.slots, discard.keys))
+        failed = statuses != IOStatus.LANDED
+        if failed.any():
+            # the record may survive on the medium; its checksum still guards every later read
+            log.warning(
+                "discard.failed", tier=discard.tier.name, blocks=int(np.count_nonzero(failed))
+            )
+        discard.tier.give(discard.slots)
+
+    async def drained(self) -> None:
+        """Wait until there is nothing to forget."""
+        while self._ledger.discards or self._active:
+            self._work.raise_()
+            await self._idle.wait()

@@ -1,0 +1,272 @@
+"""The body's core: runs transfer graphs, one coroutine per op, each awaiting its batch of hardware
+work.
+
+`Engine.start` (enter a graph, so that others can join its landings), `Engine.run` (run it to its
+end), `Run.cancel` (drop ops not yet started). The engine knows backends only by their protocols and
+never the index: what an op achieved goes to the `commit` callback. A backend that raises has failed
+its blocks, nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.completion import Completions
+from flexkv.lanes import Lane
+from flexkv.model import DEVICE, HOST, BoolArray, Copy, IOStatus, SlotIds, Statuses, TransferGraph
+from flexkv.pool import SlotPool
+from flexkv.protocols import (
+    BlockCopy,
+    BlockIO,
+    DeviceBackend,
+    DirectStorage,
+    Region,
+    StorageBackend,
+)
+from flexkv.telemetry import Telemetry, log
+
+Positions: TypeAlias = NDArray[np.int64]
+Commit: TypeAlias = Callable[[TransferGraph, Copy, Positions, Statuses], None]
+
+
+class _Op:
+    """One op under way: what it waits for, and, once over, which of its target slots are good."""
+
+    __slots__ = ("copy", "good_slots", "joins", "over")
+
+    def __init__(self, copy: Copy, joins: list[_Op]) -> None:
+        self.copy, self.joins = copy, joins
+        self.over = anyio.Event()
+        self.good_slots: SlotIds | None = None
+
+
+class Run:
+    """A graph being run: `alive` positions have not failed, `arrived` ones reached the goal."""
+
+    __slots__ = ("alive", "arrived", "cancelled", "graph", "moved_bytes", "ops", "region")
+
+    def __init__(self, graph: TransferGraph, ops: list[_Op], region: Region | None) -> None:
+        self.graph, self.ops, self.region = graph, ops, region
+        self.alive: BoolArray = np.ones(len(graph.blocks), np.bool_)
+        self.arrived = graph.arrived.copy()
+        self.cancelled = False
+        self.moved_bytes = 0
+
+    def cancel(self) -> None:
+        """Drop the ops that have not started; those that have run to completion."""
+        self.cancelled = True
+
+
+class Engine:
+    """Runs graphs on one device backend and the storage backends of the tiers."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        device: DeviceBackend,
+        stores: Mapping[str, StorageBackend],
+        staging: SlotPool,
+        *,
+        first_staging_slot: int,
+        block_bytes: int,
+        chunk_blocks: int,
+        lane_bytes: int,
+        ops_in_flight: int,
+        commit: Commit,
+        telemetry: Telemetry,
+    ) -> None:
+        self.completions, self.device, self.stores = completions, device, stores
+        self.block_bytes, self.chunk_blocks = block_bytes, max(1, chunk_blocks)
+        self.ops_in_flight = max(2, ops_in_flight)
+        self._commit, self._telemetry = commit, telemetry
+        self._staging, self._first_staging_slot = staging, first_staging_slot
+        self._staging_lane = Lane("staging", staging.capacity)
+        places = [(DEVICE, HOST), (HOST, DEVICE)]
+        places += [
+            pair for store in stores for pair in ((store, HOST), (HOST, store), (store, DEVICE))
+        ]
+        self.lanes = {pair: Lane(f"{pair[0]}->{pair[1]}", lane_bytes) for pair in places}
+        self._landings: dict[int, _Op] = {}
+
+    def start(self, graph: TransferGraph, region: Region | None = None) -> Run:
+        """Enter a graph. Its landings can be joined from now on; nothing moves before `run`."""
+        ops = []
+        for copy in graph.ops:
+            joins = [self._landings[number] for number in copy.joins if number in self._landings]
+            op = _Op(copy, joins)
+            if copy.landing:
+                self._landings[copy.landing] = op
+            ops.append(op)
+        return Run(graph, ops, region)
+
+    async def run(self, run: Run) -> None:
+        """Run all ops of a graph; return when none can move a byte any more. Ops start in order, a
+        few at a time.
+        """
+        if len(run.ops) <= 1:
+            for op in run.ops:
+                await self._run_op(run, op)
+            return
+        pending = iter(run.ops)
+
+        async def work() -> None:
+            for op in pending:
+                await self._run_op(run, op)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(min(self.ops_in_flight, len(run.ops))):
+                group.start_soon(work)
+
+    async def _run_op(self, run: Run, op: _Op) -> None:
+        """Wait for what the op needs, move its blocks in slices, tell those who wait for it."""
+        copy = op.copy
+        landed: list[SlotIds] = []
+        try:
+            for number in copy.after:
+                await run.ops[number].over.wait()
+            for other in op.joins:
+                await other.over.wait()
+                if other.copy.target.place == copy.source.place:
+                    self._drop_what_failed(run, op, other)
+            for start in range(0, len(copy), self.chunk_blocks):
+                part = slice(start, start + self.chunk_blocks)
+                statuses = await self._run_slice(run, copy, part)
+                landed.append(copy.target.ids[part][statuses == IOStatus.LANDED])
+        finally:
+            op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
+            self._landings.pop(copy.landing, None)
+            op.over.set()
+
+    def _drop_what_failed(self, run: Run, op: _Op, other: _Op) -> None:
+        """Mark those of our source slots that the joined op was to fill and did not."""
+        assert other.good_slots is not None
+        source = op.copy.source.ids
+        bad = np.isin(source, other.copy.target.ids) & ~np.isin(source, other.good_slots)
+        run.alive[op.copy.positions[bad]] = False
+
+    async def _run_slice(self, run: Run, copy: Copy, part: slice) -> Statuses:
+        """Move one slice of an op and book it; positions that failed earlier, and cancelled ones,
+        are skipped.
+        """
+        positions = copy.positions[part]
+        statuses = np.full(len(positions), IOStatus.SKIPPED, np.uint8)
+        lane = self.lanes[copy.source.place, copy.target.place]
+        held = await lane.acquire(len(positions) * self.block_bytes, run.graph.priority)
+        try:
+            wanted = run.alive[positions]
+            if run.cancelled:
+                wanted[:] = False
+            if wanted.all():
+                statuses = await self._move(
+                    run, copy, positions, copy.source.ids[part], copy.target.ids[part]
+                )
+            elif wanted.any():
+                sources, targets = copy.source.ids[part][wanted], copy.target.ids[part][wanted]
+                statuses[wanted] = await self._move(run, copy, positions[wanted], sources, targets)
+        finally:
+            lane.release(held)
+            self._book(run, copy, positions, statuses)
+        return statuses
+
+    def _book(self, run: Run, copy: Copy, positions: Positions, statuses: Statuses) -> None:
+        landed = statuses == IOStatus.LANDED
+        run.alive[positions[~landed]] = False
+        if copy.target.place == run.graph.goal:
+            run.arrived[positions[landed]] = True
+        size_bytes = int(np.count_nonzero(landed)) * self.block_bytes
+        run.moved_bytes += size_bytes
+        labels = {"source": copy.source.place, "target": copy.target.place}
+        add = self._telemetry.add
+        add("transfer_ops", 1, **labels)
+        add("transfer_blocks", int(np.count_nonzero(landed)), **labels)
+        add("transfer_bytes", size_bytes, **labels)
+        if not landed.all():
+            damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
+            add(
+                "failed_blocks",
+                int(np.count_nonzero(statuses == IOStatus.FAILED)),
+                **labels,
+            )
+            add(
+                "damaged_blocks",
+                int(np.count_nonzero(damaged)),
+                tier=copy.source.place,
+            )
+        self._commit(run.graph, copy, positions, statuses)
+
+    async def _move(
+        self, run: Run, copy: Copy, positions: Positions, sources: SlotIds, targets: SlotIds
+    ) -> Statuses:
+        """Move blocks along one edge of the graph. Whatever a backend raises is a failure of these
+        blocks.
+        """
+        source, target = copy.source.place, copy.target.place
+        keys = run.graph.keys[positions]
+        try:
+            if source == HOST and target == DEVICE:
+                return await self._copy(run, targets, sources, copy.layers, to_device=True)
+            if source == DEVICE and target == HOST:
+                return await self._copy(run, sources, targets, copy.layers, to_device=False)
+            if target == HOST:
+                return await self.stores[source].read(BlockIO(targets, sources, keys))
+            if source == HOST:
+                parents, depths = run.graph.parents, run.graph.depths
+                assert parents is not None
+                assert depths is not None
+                batch = BlockIO(sources, targets, keys, parents[positions], depths[positions])
+                return await self.stores[target].write(batch)
+            return await self._read_to_device(run, copy, sources, targets, positions)
+        except Exception as error:
+            log.warning(
+                "op.failed", source=source, target=target, blocks=len(positions), error=repr(error)
+            )
+            return np.full(len(positions), IOStatus.FAILED, np.uint8)
+
+    async def _copy(
+        self,
+        run: Run,
+        device_blocks: SlotIds,
+        slots: SlotIds,
+        layers: tuple[int, int] | None,
+        *,
+        to_device: bool,
+    ) -> Statuses:
+        assert run.region is not None, "a graph that touches the device needs a region"
+        await self.device.copy(BlockCopy(run.region, device_blocks, slots, to_device, layers))
+        return np.zeros(len(slots), np.uint8)
+
+    async def _read_to_device(
+        self, run: Run, copy: Copy, sources: SlotIds, targets: SlotIds, positions: Positions
+    ) -> Statuses:
+        """Bring stored blocks to the device: directly where the device can, else through staging
+        slots.
+        """
+        store, keys = self.stores[copy.source.place], run.graph.keys[positions]
+        assert run.region is not None
+        if isinstance(self.device, DirectStorage):
+            batch = BlockIO(np.empty(0, np.uint32), sources, keys)
+            return await self.device.read_into(batch, run.region, targets)
+        statuses = np.full(len(sources), IOStatus.FAILED, np.uint8)
+        step = self._staging.capacity
+        for start in range(0, len(sources), step):
+            part = slice(start, start + step)
+            held = await self._staging_lane.acquire(len(sources[part]), run.graph.priority)
+            staged = self._staging.take(held)
+            try:
+                slots = staged + np.uint32(self._first_staging_slot)
+                read = await store.read(BlockIO(slots, sources[part], keys[part]))
+                good = read == IOStatus.LANDED
+                if good.any():
+                    await self._copy(
+                        run, targets[part][good], slots[good], copy.layers, to_device=True
+                    )
+                statuses[part] = read
+            finally:
+                self._staging.give(staged)
+                self._staging_lane.release(held)
+        return statuses

@@ -1,0 +1,333 @@
+"""Who owns the work: the hosted task group of a manager, its transfers, and how it ends.
+
+`Host.serve` (the one task that holds the group) - `carry` (run a transfer to its end), `save`,
+`admit` - `wait`, `flush`, `reset` - `stop`. A crash in the manager's own work makes it broken:
+every pending and later handle raises BrokenManagerError from the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.abc
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.background import Signal
+from flexkv.config import FlexKVConfig
+from flexkv.engine import Run
+from flexkv.errors import BrokenManagerError, CapacityError, ClosedError
+from flexkv.lanes import Lane
+from flexkv.model import Copy, Statuses, TransferGraph
+from flexkv.request import Request
+from flexkv.stack import Stack, build
+from flexkv.telemetry import Telemetry, log
+from flexkv.transfer import Transfer
+
+
+class Host:
+    """Lifetime of a manager: opening, the task group in one hosted task, closing, breaking."""
+
+    def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
+        self._config, self._telemetry = config, telemetry
+        self._timeout_s = config.transfer_timeout_ms / 1e3
+        self._stack: Stack | None = None
+        self._group: anyio.abc.TaskGroup | None = None
+        self._failure: BaseException | None = None
+        self.opened, self._stop, self.closed = anyio.Event(), anyio.Event(), anyio.Event()
+        self._closing = False
+        self.resetting = False
+        self._saving = 0
+        self._ended = Signal()
+        self.transfers: set[Transfer] = set()
+        limits = (
+            config.max_in_flight_gets,
+            config.max_in_flight_puts,
+            config.max_in_flight_prefetches,
+        )
+        kinds = ("get", "put", "prefetch")
+        self._admission = {
+            kind: Lane(kind, limit) for kind, limit in zip(kinds, limits, strict=True)
+        }
+
+    # state
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls are served."""
+        return self._stack is not None and not self._closing and self._failure is None
+
+    def stack(self) -> Stack:
+        """The open parts.
+
+        Raises:
+            ClosedError, BrokenManagerError: the manager is not usable.
+        """
+        if self._stack is None or self._closing or self._failure is not None:
+            self.check()
+            raise ClosedError(
+                "the manager is not open: use it inside `async with KVManager(config) as kv`"
+            )
+        return self._stack
+
+    def check(self) -> None:
+        """Raise BrokenManagerError from the cause if the manager has crashed."""
+        if self._failure is not None:
+            raise self._broken()
+
+    def _broken(self) -> BrokenManagerError:
+        error = BrokenManagerError(f"the manager crashed and must be reopened: {self._failure!r}")
+        error.__cause__ = self._failure
+        return error
+
+    def call_later(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> Any:
+        """Call back after `delay_s` on the loop; returns a handle with cancel()."""
+        return self.stack().completions.call_later(delay_s, callback, *arguments)
+
+    # the hosted task
+
+    async def serve(self) -> None:
+        """Open, hold the task group until `stop`, close. Runs in a task of its own, so that the
+        group is entered and left by the same task whoever enters and leaves the manager.
+        """
+        try:
+            self._stack = stack = await build(self._config, self._telemetry, self._commit)
+            self._observe(stack)
+            async with anyio.create_task_group() as group:
+                self._group = group
+                for _ in range(stack.spiller.workers):
+                    group.start_soon(stack.spiller.run)
+                group.start_soon(stack.discarder.run)
+                self.opened.set()
+                await self._stop.wait()
+                await self._drain(stack)
+                group.cancel_scope.cancel()
+        except Exception as error:
+            self._break(_only(error))
+        finally:
+            self._closing = True
+            with anyio.CancelScope(shield=True):
+                await self._release()
+            self.opened.set()
+            self.closed.set()
+
+    def stop(self) -> None:
+        """Begin to close: no new calls, open plans are cancelled."""
+        if self._stack is not None:
+            self._stack.plans.cancel_all()
+        self._closing = True
+        self._stop.set()
+
+    def failure(self) -> BaseException | None:
+        """What the manager crashed with, if it did."""
+        return self._failure
+
+    async def _drain(self, stack: Stack) -> None:
+        """Let transfers, spills and discards finish, within close_timeout_ms."""
+        with anyio.move_on_after(self._config.close_timeout_ms / 1e3) as scope:
+            await self._settle(stack)
+        if scope.cancelled_caught:
+            log.error(
+                "close.timeout", transfers=len(self.transfers), spills=stack.spiller.queued_blocks
+            )
+
+    async def _settle(self, stack: Stack) -> None:
+        while self.transfers or self._saving:
+            await self._ended.wait()
+        await stack.spiller.drained()
+        await stack.discarder.drained()
+
+    async def _release(self) -> None:
+        for transfer in list(self.transfers):
+            transfer.fail(
+                self._broken() if self._failure else ClosedError("the manager was closed meanwhile")
+            )
+            transfer.quiesce()
+        self.transfers.clear()
+        self._ended.raise_()
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            self._telemetry.retire()
+            await stack.aclose()
+
+    def _break(self, error: BaseException) -> None:
+        """Record the crash, tell everybody who waits, stop."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        log.critical("manager.broken", error=repr(error), exc_info=error)
+        for transfer in list(self.transfers):
+            transfer.fail(self._broken())
+        if self._stack is not None:
+            self._stack.spiller.progress.raise_()
+        self._ended.raise_()
+        self._stop.set()
+        if self._group is not None:
+            self._group.cancel_scope.cancel()
+
+    # transfers
+
+    def admit(self, kind: str) -> None:
+        """Refuse a transfer when too many wait already.
+
+        Raises:
+            CapacityError: max_queued_requests of this kind are waiting.
+        """
+        lane = self._admission[kind]
+        if lane.waiting >= self._config.max_queued_requests:
+            raise CapacityError(
+                f"{lane.limit} {kind} transfers are running and {lane.waiting} wait; "
+                f"raise max_in_flight_{kind}s or max_queued_requests, or ask less often"
+            )
+
+    def carry(self, request: Request) -> None:
+        """Run a request in the group; settle it at its end or at its deadline, whichever comes
+        first.
+        """
+        if not request.run.ops:
+            request.conclude()
+            self._finish(request)
+            return
+        transfer = request.transfer
+        self.transfers.add(transfer)
+        transfer.timer = self.call_later(self._timeout_s, self._time_out, request)
+        assert self._group is not None
+        self._group.start_soon(self._carry, request)
+
+    async def _carry(self, request: Request) -> None:
+        lane = self._admission[request.kind]
+        try:
+            held = await lane.acquire(1)
+            try:
+                assert self._stack is not None
+                await self._stack.engine.run(request.run)
+            finally:
+                lane.release(held)
+            request.conclude()
+            self._finish(request)
+        except Exception as error:
+            self._break(_only(error))
+
+    def _time_out(self, request: Request) -> None:
+        log.warning("transfer.timeout", kind=request.kind, blocks=len(request.run.graph.blocks))
+        self._telemetry.add("timed_out_transfers", 1, kind=request.kind)
+        request.run.cancel()
+        request.conclude(timed_out=True)
+
+    def _finish(self, request: Request) -> None:
+        """Drop the pins; nothing of the request is in flight any more."""
+        assert self._stack is not None
+        transfer, kind = request.transfer, request.kind
+        if transfer.timer is not None:
+            transfer.timer.cancel()
+        self._stack.planner.release(request.run.graph.blocks)
+        self.transfers.discard(transfer)
+        transfer.quiesce()
+        elapsed_ms, exposed_ms = transfer.elapsed()
+        telemetry = self._telemetry
+        telemetry.add("transfers", 1, kind=kind, outcome=transfer.outcome)
+        telemetry.observe("transfer_seconds", exposed_ms / 1e3, kind=kind, part="exposed")
+        hidden_ms = elapsed_ms - exposed_ms
+        telemetry.observe("transfer_seconds", hidden_ms / 1e3, kind=kind, part="hidden")
+        log.debug(
+            "transfer.done",
+            kind=kind,
+            outcome=transfer.outcome,
+            size_bytes=request.run.moved_bytes,
+            elapsed_ms=elapsed_ms,
+            exposed_ms=exposed_ms,
+        )
+        self._ended.raise_()
+
+    def _commit(
+        self, graph: TransferGraph, op: Copy, positions: NDArray[np.int64], statuses: Statuses
+    ) -> None:
+        """Book what the engine achieved, and pass on the work that follows from it."""
+        stack = self._stack
+        assert stack is not None
+        ledger = stack.ledger
+        ledger.commit(graph, op, positions, statuses, stack.completions.now())
+        if ledger.spills:
+            for blocks, keys in ledger.spills:
+                stack.spiller.offer(blocks, keys)
+            ledger.spills.clear()
+        stack.discarder.wake()
+
+    def save(self, graph: TransferGraph) -> None:
+        """Start to save victims whose host slots are about to be written again."""
+        stack = self.stack()
+        run = stack.engine.start(graph)
+        self._saving += 1
+        assert self._group is not None
+        self._group.start_soon(self._save, run)
+
+    async def _save(self, run: Run) -> None:
+        try:
+            assert self._stack is not None
+            await self._stack.engine.run(run)
+        except Exception as error:
+            self._break(_only(error))
+        finally:
+            self._saving -= 1
+            self._ended.raise_()
+
+    # waiting
+
+    async def wait(self, transfers: list[Transfer], timeout_ms: float | None) -> list[Transfer]:
+        """Wait until all are done or the time is over; return those that are done."""
+        with anyio.move_on_after(None if timeout_ms is None else timeout_ms / 1e3):
+            for transfer in transfers:
+                if not transfer.done:
+                    await transfer.settled()
+        return [transfer for transfer in transfers if transfer.done]
+
+    async def flush(self) -> None:
+        """Wait until running transfers, spills and discards are over."""
+        await self._settle(self.stack())
+        self.check()
+
+    async def reset(self) -> None:
+        """Forget everything: plans are cancelled, transfers finish, then index, pools and stores
+        are emptied.
+        """
+        stack = self.stack()
+        if self.resetting:
+            raise CapacityError("a reset is running already")
+        self.resetting = True
+        try:
+            stack.plans.cancel_all()
+            await self._settle(stack)
+            stack.ledger.forget_everything()
+            stack.discarder.wake()
+            await stack.discarder.drained()
+        finally:
+            self.resetting = False
+
+    def _observe(self, stack: Stack) -> None:
+        """Offer what is best read when somebody looks."""
+        gauge = self._telemetry.gauge
+        for tier in stack.ledger.tiers.values():
+            gauge("tier_capacity_blocks", partial(getattr, tier, "capacity"), tier=tier.name)
+            gauge("tier_free_blocks", partial(getattr, tier, "free"), tier=tier.name)
+        for lane in stack.engine.lanes.values():
+            gauge("lane_bytes_in_flight", partial(getattr, lane, "in_flight"), lane=lane.name)
+            gauge("lane_queue_depth", partial(getattr, lane, "waiting"), lane=lane.name)
+        gauge("spill_queue_blocks", lambda: stack.spiller.queued_blocks)
+        gauge("index_blocks", lambda: len(stack.index))
+        gauge("pinned_blocks", lambda: stack.index.pinned)
+        gauge("tickets_in_flight", lambda: stack.completions.in_flight)
+        for kind in self._admission:
+            gauge("transfers_in_flight", partial(self._running, kind), kind=kind)
+
+    def _running(self, kind: str) -> int:
+        return sum(transfer.kind == kind for transfer in self.transfers)
+
+
+def _only(error: BaseException) -> BaseException:
+    """The one error inside nested groups of one, or the group."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

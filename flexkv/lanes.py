@@ -1,0 +1,72 @@
+"""Bounded queues: bytes in flight in one direction of one backend, and the staging slots of the
+engine.
+
+`Lane.acquire` (wait for a share of the limit), `Lane.release`. Fair within a priority, all or
+nothing: nobody holds a part while waiting for the rest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+import anyio
+
+
+class Lane:
+    """A limit shared by everyone who acquires; a request above the limit waits until it has the
+    lane alone.
+    """
+
+    __slots__ = ("_arrivals", "_free", "_waiting", "limit", "name")
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name, self.limit = name, max(1, limit)
+        self._free = self.limit
+        self._waiting: list[tuple[int, int, int, anyio.Event]] = []
+        self._arrivals = count()
+
+    @property
+    def in_flight(self) -> int:
+        """Units taken and not yet released."""
+        return self.limit - self._free
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    async def acquire(self, size: int, priority: int = 0) -> int:
+        """Take `size` units, waiting behind requests of the same or a lower priority number;
+        returns units taken.
+        """
+        size = min(size, self.limit)
+        if not self._waiting and size <= self._free:
+            self._free -= size
+            return size
+        event = anyio.Event()
+        entry = (priority, next(self._arrivals), size, event)
+        heapq.heappush(self._waiting, entry)
+        try:
+            await event.wait()
+        except BaseException:
+            if event.is_set():  # the turn had come: pass it on
+                self.release(size)
+            else:
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+                self._grant()
+            raise
+        return size
+
+    def release(self, size: int) -> None:
+        """Return what `acquire` took."""
+        self._free += size
+        assert self._free <= self.limit, f"lane {self.name} released more than it held"
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self._waiting[0][2] <= self._free:
+            _, _, size, event = heapq.heappop(self._waiting)
+            self._free -= size
+            event.set()

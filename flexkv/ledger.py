@@ -1,0 +1,164 @@
+"""The books of the brain: which blocks are where, what is landing, and what an op achieved.
+
+`Ledger.commit` publishes what landed and takes back what did not; `remove`, `restore`,
+`forget_everything` change the whole cache. Slots that a store must forget before anyone may use
+them again collect in `discards`, blocks fit for a lower tier in `spills`: the body picks both up.
+Synchronous and deterministic: `now` is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.index import PrefixIndex
+from flexkv.model import (
+    DEVICE,
+    HOST,
+    BlockIds,
+    Copy,
+    IOStatus,
+    KeyArray,
+    SlotIds,
+    Statuses,
+    TierState,
+    TransferGraph,
+)
+from flexkv.pool import SlotPool
+from flexkv.protocols import Recovered
+from flexkv.tier import Tier
+
+SpillMode = Literal["through", "on_evict", "never"]
+
+
+class Discard(NamedTuple):
+    """Slots of a store to forget, with the keys they held (zeros where nobody knows)."""
+
+    tier: Tier
+    slots: SlotIds
+    keys: KeyArray
+
+
+class Ledger:
+    """Index, tiers and the numbers of what is landing; tier 0 is the host, the rest are stores."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        tiers: Sequence[Tier],
+        *,
+        max_blocks: int,
+        spill: SpillMode = "through",
+        max_read_failures: int = 3,
+    ) -> None:
+        self.index = index
+        self.host, self.stores = tiers[0], tuple(tiers[1:])
+        self.tiers = {tier.name: tier for tier in tiers}
+        self.spill: SpillMode = spill if self.stores else "never"
+        self.max_blocks = max_blocks
+        self.max_read_failures = max_read_failures
+        self.discards: list[Discard] = []
+        self.spills: list[tuple[BlockIds, KeyArray]] = []
+        self.damaged_blocks = 0
+        self.failed_blocks = 0
+        self._landing_of = np.zeros(max_blocks, np.int64)
+        self._strikes = np.zeros(max_blocks, np.uint8)  # consecutive failed reads of a block
+        self._last_landing = 0
+
+    def open_landing(self, blocks: BlockIds) -> int:
+        """Number a landing of `blocks` in the host that other graphs may join until it is
+        committed.
+        """
+        self._last_landing += 1
+        self._landing_of[blocks] = self._last_landing
+        return self._last_landing
+
+    def landings(self, blocks: BlockIds) -> NDArray[np.int64]:
+        """The joinable landing of each block in the host, 0 where there is none."""
+        return self._landing_of[blocks]
+
+    def commit(
+        self,
+        graph: TransferGraph,
+        op: Copy,
+        positions: NDArray[np.int64],
+        statuses: Statuses,
+        now: float,
+    ) -> None:
+        """Book what an op (or a part of it) achieved: publish what landed, take back the rest."""
+        blocks = graph.blocks[positions]
+        if op.source.place in self.tiers and op.source.place != HOST:
+            self._judge(self.tiers[op.source.place], blocks, statuses)
+        if op.target.place == DEVICE:
+            return
+        tier = self.tiers[op.target.place]
+        ok = statuses == IOStatus.LANDED
+        landed, lost = blocks[ok], blocks[~ok]
+        self.index.ready(tier.number, landed, now)
+        if tier is self.host:
+            self._landing_of[blocks] = 0
+            if op.source.place == DEVICE and self.spill == "through" and len(landed):
+                self.spills.append((landed, graph.keys[positions[ok]]))
+        if len(lost):
+            self.vacate(tier, self.index.drop(tier.number, lost), graph.keys[positions[~ok]])
+
+    def _judge(self, store: Tier, blocks: BlockIds, statuses: Statuses) -> None:
+        """Forget stored blocks that are damaged, or that failed to be read too often in a row."""
+        self._strikes[blocks[statuses == IOStatus.LANDED]] = 0
+        failed = statuses == IOStatus.FAILED
+        damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
+        self._strikes[blocks[failed]] += 1
+        self.failed_blocks += int(np.count_nonzero(failed))
+        self.damaged_blocks += int(np.count_nonzero(damaged))
+        gone = blocks[damaged | (failed & (self._strikes[blocks] >= self.max_read_failures))]
+        gone = gone[self.index.states(store.number, gone) == TierState.READY]
+        if len(gone):
+            self._strikes[gone] = 0
+            keys = self.index.keys(gone)
+            self.vacate(store, self.index.drop(store.number, gone), keys)
+
+    def vacate(self, tier: Tier, slots: SlotIds, keys: KeyArray | None = None) -> None:
+        """Free slots: at once in the host, after they are forgotten in a store."""
+        if tier is self.host:
+            tier.give(slots)
+        elif len(slots):
+            held = np.zeros((len(slots), 2), np.uint64) if keys is None else keys
+            self.discards.append(Discard(tier, slots, held))
+
+    def remove(self, keys: KeyArray) -> int:
+        """Drop the tail of a prompt, as far as no other prompt, pin or transfer uses it; returns
+        blocks dropped.
+        """
+        blocks = self.index.find(keys)
+        tail = blocks[len(blocks) - self.index.removable(blocks) :][::-1]
+        for tier in self.tiers.values():
+            here = tail[self.index.states(tier.number, tail) == TierState.READY]
+            if len(here):
+                held = self.index.keys(here)
+                self.vacate(tier, self.index.drop(tier.number, here), held)
+        return len(tail)
+
+    def restore(self, store: Tier, recovered: Recovered, now: float) -> int:
+        """Rebuild the index from what a store kept; rows without their ancestors are forgotten
+        there.
+        """
+        accepted = self.index.restore(store.number, recovered, now)
+        store.pool.reserve(recovered.slots)
+        self.vacate(store, recovered.slots[~accepted], recovered.keys[~accepted])
+        return int(np.count_nonzero(accepted))
+
+    def forget_everything(self) -> None:
+        """Empty every tier; slots of stores come back once they are forgotten there. Nothing may be
+        pinned or in flight.
+        """
+        self.index.clear()
+        self._landing_of[:] = 0
+        self._strikes[:] = 0
+        self.spills.clear()
+        for tier in self.tiers.values():
+            tier.pool = SlotPool(tier.capacity)
+            if tier is not self.host:
+                self.vacate(tier, tier.pool.take(tier.capacity))

@@ -1,0 +1,390 @@
+"""KVManager: the public face. It owns brain and body, and every transfer.
+
+`register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
+`wait`, `flush`, `remove`, `reset`. Plain calls answer at once and start work; awaiting a Transfer
+is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from flexkv.config import FlexKVConfig
+from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError, TransferError
+from flexkv.hosting import Host
+from flexkv.keys import as_tokens
+from flexkv.model import SlotIds, TierState, TransferGraph
+from flexkv.protocols import Region
+from flexkv.request import Request, device_blocks
+from flexkv.stack import Stack
+from flexkv.telemetry import Telemetry, log
+from flexkv.transfer import Kind, Plan, Transfer
+
+Namespace = Sequence[str] | None
+
+
+class KVManager:
+    """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the
+    engine's slots.
+
+    Use it as `async with KVManager(config) as kv`. All calls belong to the event loop that entered
+    it; from other threads use `flexkv.sync.BlockingKVManager`. Tokens and slot mappings may be
+    lists, arrays, numpy or torch tensors of int32 or int64; `slot_mapping[i]` is the device slot of
+    token i, whole blocks of consecutive slots.
+
+    Raises (every call): ClosedError before entering and after leaving, BrokenManagerError after an
+    internal crash, InputError for arguments that cannot be used.
+    """
+
+    def __init__(self, config: FlexKVConfig | None = None, **overrides: Any) -> None:
+        self.config = FlexKVConfig.load(**overrides) if config is None else config
+        self.telemetry = Telemetry()
+        self._host = Host(self.config, self.telemetry)
+        self._region: Region | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._task is not None:
+            raise ClosedError("a KVManager is entered once; make another one")
+        # a context of its own: what the manager logs must not carry the first caller's request
+        self._task = asyncio.create_task(
+            self._host.serve(), name="flexkv-host", context=contextvars.Context()
+        )
+        try:
+            await self._host.opened.wait()
+        except BaseException:
+            self._host.stop()
+            raise
+        failure = self._host.failure()
+        if failure is not None:
+            await self._host.closed.wait()
+            raise failure
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self.aclose()
+        except BrokenManagerError:
+            if error is None:
+                raise
+
+    async def aclose(self) -> None:
+        """Let running transfers and spills finish (up to close_timeout_ms), then release
+        everything.
+
+        Raises:
+            BrokenManagerError: the manager had crashed; the cause is chained.
+        """
+        self._host.stop()
+        if self._task is not None:
+            await self._host.closed.wait()
+        self._host.check()
+
+    @property
+    def _stack(self) -> Stack:
+        return self._host.stack()
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of one block."""
+        return self._stack.spec.tokens_per_block
+
+    # the device
+
+    def register(self, kv_caches: Any, *, axes: str | None = None) -> Region:
+        """Describe the engine's KV memory to flexkv; from now on slot mappings refer to it.
+
+        Args:
+            kv_caches: {layer name: tensor} in layer order, a list of tensors, one tensor, or a
+            Region.
+            axes: letters naming the tensors' dimensions (L layer, B block, P part, N token, H head,
+                D element, C = P and D fused, T = B and N fused); read from the shape where that
+                leaves no doubt.
+
+        Raises:
+            LayoutError: the tensors do not match the configured KVSpec, or the shape is ambiguous.
+        """
+        stack = self._stack
+        self._region = stack.device.make_region(kv_caches, stack.spec, axes)
+        log.info("region.registered", blocks=self._region.blocks, planes=len(self._region.planes))
+        return self._region
+
+    # matching
+
+    def get_match(
+        self,
+        tokens: Any,
+        *,
+        namespace: Namespace = None,
+        computed_tokens: int = 0,
+        leave_tokens: int = 0,
+    ) -> Plan:
+        """Find the longest readable prefix and pin it until the plan is launched, cancelled or too
+        old.
+
+        Args:
+            computed_tokens: tokens the engine holds already (whole blocks); the plan starts behind
+            them.
+            leave_tokens: trailing tokens that must stay to be computed (engines need at least 1).
+
+        Returns:
+            A Plan; `plan.matched` tokens, from `plan.offset` on, can be loaded.
+        """
+        stack = self._stack
+        tokens = as_tokens(tokens)
+        size = stack.spec.tokens_per_block
+        if computed_tokens < 0 or computed_tokens % size or leave_tokens < 0:
+            raise InputError(
+                f"computed_tokens ({computed_tokens}) must be whole blocks of {size}, leave_tokens "
+                f"({leave_tokens}) must not be negative"
+            )
+        usable = max(0, len(tokens) - leave_tokens)
+        keys = stack.keyring.chain(tokens[:usable], stack.keyring.root(namespace))
+        blocks = stack.planner.match(keys[:0] if self._host.resetting else keys)
+        skipped = min(computed_tokens // size, len(blocks))
+        if skipped:
+            stack.planner.release(blocks[:skipped])
+            blocks = blocks[skipped:]
+        keys = keys[skipped : skipped + len(blocks)]
+        self.telemetry.add("queried_blocks", usable // size)
+        self.telemetry.add("hit_blocks", len(blocks) + skipped)
+        plan = Plan(
+            "get",
+            offset=skipped * size if len(blocks) else computed_tokens,
+            matched=len(blocks) * size,
+            blocks=blocks,
+            keys=keys,
+            cancel=stack.plans.cancel,
+        )
+        return stack.plans.watch(plan)
+
+    def put_match(self, tokens: Any, *, namespace: Namespace = None) -> Plan:
+        """Take host slots for the blocks of a prompt that are not there yet; launch the plan to
+        fill them.
+
+        `plan.matched` counts all whole-block tokens of the prompt; `launch` wants the slots of all
+        of them.
+
+        Raises:
+            CapacityError: the host cannot take them all now; nothing was changed.
+        """
+        stack = self._stack
+        if self._host.resetting:
+            raise CapacityError("the cache is being reset; put again when reset() has returned")
+        keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
+        put = stack.planner.plan_put(keys, stack.completions.now())
+        if put.saves is not None:
+            self._host.save(put.saves)
+        plan = Plan(
+            "put",
+            offset=0,
+            matched=len(keys) * stack.spec.tokens_per_block,
+            blocks=put.blocks,
+            keys=keys,
+            put=put,
+            cancel=stack.plans.cancel,
+        )
+        return stack.plans.watch(plan)
+
+    # transfers
+
+    def launch(self, plan: Plan, slot_mapping: Any) -> Transfer:
+        """Start a plan.
+
+        Args:
+            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more; the
+                rest is ignored), the first one for token `plan.offset`.
+
+        Raises:
+            InputError: the plan was launched, cancelled or expired before, or the mapping does not
+            fit.
+        """
+        stack = self._stack
+        if not plan.open and len(plan.blocks):
+            raise InputError(f"{plan!r} was launched, cancelled or has expired; match again")
+        device_blocks = self._device_blocks(slot_mapping, len(plan.blocks))
+        now = stack.completions.now()
+        self._host.admit(plan.kind)
+        stack.plans.close(plan)
+        if plan.put is not None:
+            return self._start(plan, stack.planner.launch_put(plan.put, device_blocks))
+        get = stack.planner.plan_get(plan.blocks, plan.keys, device_blocks, now)
+        return self._start(plan, get.graph, get.saves, get.by_tier, device_blocks)
+
+    def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
+        """Match and launch: load the longest readable prefix into the slots of its tokens."""
+        plan = self.get_match(tokens, namespace=namespace)
+        return self._launch_or_cancel(plan, slot_mapping)
+
+    def put_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
+        """Store the whole blocks of a prompt from the device slots of its tokens.
+
+        Await it: the device slots may be reused. `await transfer.durable()`: the lowest tier has
+        it. A put that finds no room fails as a whole: awaiting it raises CapacityError.
+        """
+        try:
+            plan = self.put_match(tokens, namespace=namespace)
+        except CapacityError as error:
+            self.telemetry.add("refused_puts", 1)
+            return self._refused("put", error)
+        return self._launch_or_cancel(plan, slot_mapping)
+
+    def prefetch_async(self, tokens: Any, *, namespace: Namespace = None) -> Transfer:
+        """Promote the longest readable prefix into host memory; await it or forget it. Dropped
+        under overload.
+        """
+        plan = self.get_match(tokens, namespace=namespace)
+        plan.kind = "prefetch"
+        stack = self._stack
+        try:
+            self._host.admit("prefetch")
+        except CapacityError as error:
+            plan.cancel()
+            self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
+            return self._refused("prefetch", error)
+        stack.plans.close(plan)
+        get = stack.planner.plan_get(plan.blocks, plan.keys, None, stack.completions.now())
+        return self._start(plan, get.graph, get.saves, get.by_tier)
+
+    def _launch_or_cancel(self, plan: Plan, slot_mapping: Any) -> Transfer:
+        try:
+            return self.launch(plan, slot_mapping)
+        except BaseException:
+            plan.cancel()
+            raise
+
+    def _device_blocks(self, slot_mapping: Any, count: int) -> SlotIds:
+        if self._region is None:
+            raise InputError("no device memory is registered; call kv.register(kv_caches) first")
+        return device_blocks(slot_mapping, count, self.tokens_per_block, self._region.blocks)
+
+    def _start(
+        self,
+        plan: Plan,
+        graph: TransferGraph,
+        saves: TransferGraph | None = None,
+        by_tier: dict[str, int] | None = None,
+        device_blocks: SlotIds | None = None,
+    ) -> Transfer:
+        """Hand a graph to the host's task group; the plan's pins go to the request."""
+        stack = self._stack
+        if saves is not None:
+            self._host.save(saves)
+        request = Request(
+            plan,
+            stack.engine.start(graph, self._region),
+            tokens_per_block=stack.spec.tokens_per_block,
+            by_tier=by_tier or {},
+            device_blocks=device_blocks,
+            clock=stack.completions.now,
+            durable=self._wait_durable,
+            telemetry=self.telemetry,
+        )
+        self._host.carry(request)
+        return request.transfer
+
+    def _refused(self, kind: Kind, error: Exception) -> Transfer:
+        transfer = Transfer(
+            kind,
+            0,
+            blocks=np.empty(0, np.uint32),
+            keys=np.empty((0, 2), np.uint64),
+            clock=self._stack.completions.now,
+            cancel=lambda _: None,
+            durable=self._wait_durable,
+        )
+        transfer.fail(error)
+        transfer.quiesce()
+        return transfer
+
+    # waiting and whole-cache verbs
+
+    async def wait(
+        self, transfers: Iterable[Transfer], *, timeout_ms: float | None = None
+    ) -> list[Transfer]:
+        """Wait until all are done or the time is over; return those that are done, in the order
+        given.
+        """
+        return await self._host.wait(list(transfers), timeout_ms)
+
+    async def _wait_durable(self, transfer: Transfer) -> None:
+        """Wait until the lowest tier holds the transfer's blocks, or nobody is bringing them there
+        any more.
+        """
+        stack = self._stack
+        if not stack.ledger.stores or self.config.spill == "never":
+            return
+        lowest, blocks = stack.ledger.stores[-1], transfer.blocks
+        if self.config.spill == "on_evict":
+            stack.spiller.offer(blocks, transfer.keys)
+        while True:
+            self._host.check()
+            ours = (stack.index.keys(blocks) == transfer.keys).all(axis=1)
+            there = ours & (stack.index.states(lowest.number, blocks) == TierState.READY)
+            if there.all():
+                return
+            if not stack.spiller.pending(blocks[~there]).any():
+                lost = int(np.count_nonzero(~there))
+                raise TransferError(
+                    f"{lost} of {len(blocks)} blocks of a put did not reach {lowest.name}: "
+                    "dropped under load, evicted before their turn, or an I/O error (see the log)"
+                )
+            await stack.spiller.progress.wait()
+
+    async def flush(self) -> None:
+        """Wait until everything accepted so far has reached its lowest tier or was dropped."""
+        await self._host.flush()
+
+    def remove(self, tokens: Any, *, namespace: Namespace = None) -> int:
+        """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses
+        them.
+
+        Returns the number of tokens forgotten. Their disk slots are free once `flush` returns.
+        """
+        stack = self._stack
+        keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
+        removed = stack.ledger.remove(keys)
+        stack.discarder.wake()
+        return removed * stack.spec.tokens_per_block
+
+    async def reset(self) -> None:
+        """Forget every block of every tier. Open plans are cancelled, running transfers finish
+        first; calls made meanwhile find and store nothing.
+        """
+        await self._host.reset()
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """Blocks per tier: capacity, free, readable; plus open plans and running transfers under
+        "manager".
+        """
+        stack = self._stack
+        tiers = stack.ledger.tiers.values()
+        report = {
+            tier.name: {
+                "capacity": tier.capacity,
+                "free": tier.pool.free,
+                "readable": stack.index.resident(tier.number),
+                "evicted": tier.evicted_blocks,
+            }
+            for tier in tiers
+        }
+        report["manager"] = {
+            "plans": len(stack.plans),
+            "transfers": len(self._host.transfers),
+            "pinned": stack.index.pinned,
+            "entries": len(stack.index),
+            "spilling": stack.spiller.queued_blocks,
+            "tickets": stack.completions.in_flight,
+        }
+        return report

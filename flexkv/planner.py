@@ -1,0 +1,344 @@
+"""From a match to a graph: which blocks come from where, into which slots, after what.
+
+`Planner.match`, `plan_get`, `plan_put`, `launch_put`, `plan_spill` make plans; `release` and
+`cancel_put` take them back. It knows routes and residency, not hardware; what the ops achieved is
+booked by `flexkv.ledger`. Synchronous and deterministic: `now` is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import CapacityError
+from flexkv.ledger import Ledger
+from flexkv.model import (
+    DEVICE,
+    HOST,
+    NO_BLOCK,
+    PRIORITY_GET,
+    PRIORITY_PREFETCH,
+    PRIORITY_PUT,
+    PRIORITY_SPILL,
+    BlockIds,
+    BoolArray,
+    Copy,
+    KeyArray,
+    SlotIds,
+    Span,
+    TierState,
+    TransferGraph,
+)
+
+_NO_SLOTS: SlotIds = np.empty(0, np.uint32)
+
+
+@dataclass(slots=True)
+class GetPlan:
+    """Graphs of a get (victims to save first, then the blocks), and blocks by the tier they come
+    from.
+    """
+
+    graph: TransferGraph
+    saves: TransferGraph | None
+    by_tier: dict[str, int]
+
+
+@dataclass(slots=True)
+class PutPlan:
+    """Blocks of a put: all of them pinned, those at `positions` have host slots that wait for their
+    bytes.
+    """
+
+    blocks: BlockIds
+    keys: KeyArray
+    positions: NDArray[np.int64]
+    slots: SlotIds
+    saves: TransferGraph | None
+    landing: int
+
+
+class Planner:
+    """Routes and slots for the ledger's blocks."""
+
+    def __init__(self, ledger: Ledger, *, chunk_blocks: int) -> None:
+        self.ledger = ledger
+        self.index, self.host, self.stores = ledger.index, ledger.host, ledger.stores
+        self.chunk_blocks = max(1, chunk_blocks)
+
+    # matching
+
+    def match(self, keys: KeyArray) -> BlockIds:
+        """Pin and return the longest prefix of which every block is readable somewhere."""
+        blocks = self.index.match(keys)
+        self.index.pin(blocks)
+        return blocks
+
+    def release(self, blocks: BlockIds) -> None:
+        """Drop the pins of a match or of a put."""
+        self.index.unpin(blocks)
+
+    # get and prefetch
+
+    def plan_get(
+        self, blocks: BlockIds, keys: KeyArray, device_blocks: SlotIds | None, now: float
+    ) -> GetPlan:
+        """Plan the way of pinned, readable blocks to the device (with None: to the host)."""
+        self.index.touch(blocks, now)
+        count = len(blocks)
+        states = self.index.states(self.host.number, blocks)
+        in_host = states == TierState.READY
+        goal, priority = (
+            (HOST, PRIORITY_PREFETCH) if device_blocks is None else (DEVICE, PRIORITY_GET)
+        )
+        saves, by_tier = None, {HOST: count}
+        ops: list[Copy] = []
+        if in_host.all():
+            if device_blocks is not None:
+                ops.append(self._from_host(blocks, np.arange(count), device_blocks))
+            arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
+            graph = TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority)
+            return GetPlan(graph, None, by_tier)
+        joinable = (states == TierState.LANDING) & (self.ledger.landings(blocks) > 0)
+        if device_blocks is not None:
+            if in_host.any():
+                ops.append(self._from_host(blocks, np.flatnonzero(in_host), device_blocks))
+            if joinable.any():
+                positions = np.flatnonzero(joinable)
+                joins = tuple(int(n) for n in np.unique(self.ledger.landings(blocks[positions])))
+                ops.append(self._from_host(blocks, positions, device_blocks, joins=joins))
+        far = np.flatnonzero(~in_host & ~joinable)
+        by_tier = {HOST: count - len(far)}
+        if len(far):
+            saves = self._plan_reads(ops, by_tier, blocks, far, states, device_blocks)
+        arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
+        return GetPlan(
+            TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority), saves, by_tier
+        )
+
+    def _from_host(
+        self,
+        blocks: BlockIds,
+        positions: NDArray[np.int64],
+        device_blocks: SlotIds,
+        *,
+        after: tuple[int, ...] = (),
+        joins: tuple[int, ...] = (),
+    ) -> Copy:
+        slots = self.index.slots(self.host.number, blocks[positions])
+        target = Span(DEVICE, device_blocks[positions])
+        return Copy(Span(HOST, slots), target, positions, after, joins=joins)
+
+    def _plan_reads(
+        self,
+        ops: list[Copy],
+        by_tier: dict[str, int],
+        blocks: BlockIds,
+        far: NDArray[np.int64],
+        states: NDArray[np.uint8],
+        device_blocks: SlotIds | None,
+    ) -> TransferGraph | None:
+        """Append the ops that bring `far` positions from the stores, in chunks so that legs
+        overlap.
+
+        A block that finds a host slot is promoted on the way; the others pass through staging
+        memory.
+        """
+        absent = far[states[far] == TierState.ABSENT]
+        slots, saves, waits = self._host_room(len(absent))
+        promoted = absent[: len(slots)]
+        self.index.land(self.host.number, blocks[promoted], slots)
+        host_slots = np.zeros(len(blocks), np.uint32)
+        host_slots[promoted] = slots
+        goes_to_host = np.zeros(len(blocks), np.bool_)
+        goes_to_host[promoted] = True
+        for store in self.stores:
+            here = self.index.states(store.number, blocks[far]) == TierState.READY
+            mine, far = far[here], far[~here]
+            by_tier[store.name] = len(mine)
+            store_slots = np.zeros(len(blocks), np.uint32)
+            store_slots[mine] = self.index.slots(store.number, blocks[mine])
+            for start in range(0, len(mine), self.chunk_blocks):
+                chunk = mine[start : start + self.chunk_blocks]
+                via_host, direct = chunk[goes_to_host[chunk]], chunk[~goes_to_host[chunk]]
+                if len(via_host):
+                    source, target = (
+                        Span(store.name, store_slots[via_host]),
+                        Span(HOST, host_slots[via_host]),
+                    )
+                    landing = self.ledger.open_landing(blocks[via_host])
+                    ops.append(Copy(source, target, via_host, landing=landing, joins=waits))
+                    if device_blocks is not None:
+                        after = (len(ops) - 1,)
+                        ops.append(self._from_host(blocks, via_host, device_blocks, after=after))
+                if len(direct) and device_blocks is not None:
+                    source, target = (
+                        Span(store.name, store_slots[direct]),
+                        Span(DEVICE, device_blocks[direct]),
+                    )
+                    ops.append(Copy(source, target, direct))
+        assert len(far) == 0, "a matched block is readable in no tier"
+        return saves
+
+    # put
+
+    def plan_put(self, keys: KeyArray, now: float) -> PutPlan:
+        """Take host slots for every block of a prompt that the host does not hold.
+
+        Raises:
+            CapacityError: they do not all fit beside what is pinned or in flight; nothing was
+            changed.
+        """
+        known = self.index.find(keys)
+        self.index.pin(known)
+        self.index.touch(known, now)
+        absent = np.flatnonzero(self.index.states(self.host.number, known) == TierState.ABSENT)
+        positions = np.concatenate((absent, np.arange(len(known), len(keys))))
+        chosen = self.host.victims(
+            len(positions), partial=False, exact=self.ledger.spill == "on_evict"
+        )
+        if chosen is None:
+            self.index.unpin(known)
+            raise CapacityError(
+                f"put of {len(keys)} blocks needs {len(positions)} free host slots; "
+                f"{self.host.free} of {self.host.capacity} are free, the rest is pinned, in flight or "
+                "holds ancestors. Raise host_cache_bytes or put less at once"
+            )
+        slots, saves, waits = self._make_room(*chosen)
+        try:
+            added = self.index.insert(
+                keys[len(known) :], int(known[-1]) if len(known) else NO_BLOCK
+            )
+        except CapacityError:
+            self.host.give(slots)
+            self.index.unpin(known)
+            raise
+        self.index.pin(added)
+        blocks = np.concatenate((known, added))
+        self.index.land(self.host.number, blocks[positions], slots)
+        return PutPlan(blocks, keys, positions, slots, saves, waits[0] if waits else 0)
+
+    def launch_put(self, plan: PutPlan, device_blocks: SlotIds) -> TransferGraph:
+        """Turn a put plan into its graph. `device_blocks` covers all blocks of the prompt."""
+        arrived = np.ones(len(plan.blocks), np.bool_)
+        arrived[plan.positions] = False
+        ops: tuple[Copy, ...] = ()
+        if len(plan.positions):
+            landing = self.ledger.open_landing(plan.blocks[plan.positions])
+            source, target = Span(DEVICE, device_blocks[plan.positions]), Span(HOST, plan.slots)
+            joins = (plan.landing,) if plan.landing else ()
+            ops = (Copy(source, target, plan.positions, landing=landing, joins=joins),)
+        return TransferGraph(ops, plan.blocks, plan.keys, arrived, HOST, PRIORITY_PUT)
+
+    def cancel_put(self, plan: PutPlan) -> None:
+        """Give back everything a put plan holds that was not launched."""
+        self.host.give(self.index.drop(self.host.number, plan.blocks[plan.positions]))
+        self.index.unpin(plan.blocks)
+
+    # room in the host
+
+    def _host_room(self, count: int) -> tuple[SlotIds, TransferGraph | None, tuple[int, ...]]:
+        """Take up to `count` host slots; see `_make_room`."""
+        chosen = self.host.victims(count, partial=True, exact=self.ledger.spill == "on_evict")
+        assert chosen is not None
+        return self._make_room(*chosen)
+
+    def _make_room(
+        self, count: int, victims: BlockIds
+    ) -> tuple[SlotIds, TransferGraph | None, tuple[int, ...]]:
+        """Evict `victims` from the host and take `count` slots.
+
+        With spill="on_evict", victims that no store holds are saved first: their slots come last,
+        and whoever writes into them joins the returned landing.
+        """
+        if len(victims) == 0:
+            return self.host.pool.take(count), None, ()
+        if self.ledger.spill != "on_evict":
+            self.host.give(self.host.evict(victims))
+            return self.host.pool.take(count), None, ()
+        dirty = self._only_in_host(victims)
+        # clean victims leave first: from here on the store knows that it holds their only copy
+        self.host.give(self.host.evict(victims[~dirty]))
+        saved, saves = self._plan_save(victims[dirty][::-1])
+        unsaved = victims[dirty][: np.count_nonzero(dirty) - len(saved)]
+        self.host.give(self.host.evict(unsaved))
+        if saves is None:
+            return self.host.pool.take(count), None, ()
+        kept = self.host.evict(saved[::-1])
+        return (
+            np.concatenate((self.host.pool.take(count - len(kept)), kept)),
+            saves,
+            (saves.ops[0].landing,),
+        )
+
+    def _only_in_host(self, blocks: BlockIds) -> BoolArray:
+        elsewhere = np.zeros(len(blocks), np.bool_)
+        for store in self.stores:
+            elsewhere |= self.index.states(store.number, blocks) != TierState.ABSENT
+        return ~elsewhere
+
+    def _plan_save(self, blocks: BlockIds) -> tuple[BlockIds, TransferGraph | None]:
+        """Plan to write blocks (ancestors first) that are about to lose their host slots into the
+        first store.
+        """
+        store = self.stores[0]
+        taken = store.take(len(blocks), partial=True)
+        if taken is None or len(taken[0]) == 0:
+            return blocks[:0], None
+        self.ledger.vacate(store, taken[1])
+        blocks = blocks[: len(taken[0])]
+        source = Span(HOST, self.index.slots(self.host.number, blocks))
+        self.index.land(store.number, blocks, taken[0])
+        landing = self.ledger.open_landing(blocks[:0])
+        op = Copy(source, Span(store.name, taken[0]), np.arange(len(blocks)), landing=landing)
+        return blocks, self._spill_graph((op,), blocks, store.name)
+
+    # spill
+
+    def plan_spill(self, blocks: BlockIds, keys: KeyArray) -> tuple[TransferGraph | None, int]:
+        """Plan to write host blocks to the stores that lack them; pins them.
+
+        Blocks that left the host since they were offered, or that find no slot, are dropped:
+        returns the graph (None when nothing is left to do) and the number of dropped blocks.
+        """
+        still = (self.index.keys(blocks) == keys).all(axis=1)
+        still &= self.index.states(self.host.number, blocks) == TierState.READY
+        dropped = int(np.count_nonzero(~still))
+        blocks, ops, goal = blocks[still], [], HOST
+        for store in self.stores:
+            lacking = np.flatnonzero(self.index.states(store.number, blocks) == TierState.ABSENT)
+            self.index.pin(blocks)
+            taken = store.take(len(lacking), partial=True)
+            self.index.unpin(blocks)
+            assert taken is not None
+            slots, spare = taken
+            self.ledger.vacate(store, spare)
+            dropped += len(lacking) - len(slots)
+            lacking = lacking[: len(slots)]
+            if len(lacking):
+                self.index.land(store.number, blocks[lacking], slots)
+                source = Span(HOST, self.index.slots(self.host.number, blocks[lacking]))
+                ops.append(Copy(source, Span(store.name, slots), lacking))
+                goal = store.name
+        if not ops:
+            return None, dropped
+        self.index.pin(blocks)
+        return self._spill_graph(tuple(ops), blocks, goal), dropped
+
+    def _spill_graph(self, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -> TransferGraph:
+        parents = self.index.parents(blocks)
+        parent_keys = np.zeros((len(blocks), 2), np.uint64)
+        below = parents != NO_BLOCK
+        parent_keys[below] = self.index.keys(parents[below])
+        return TransferGraph(
+            ops,
+            blocks,
+            self.index.keys(blocks),
+            np.zeros(len(blocks), np.bool_),
+            goal,
+            PRIORITY_SPILL,
+            parent_keys,
+            self.index.depths(blocks),
+        )

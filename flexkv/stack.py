@@ -1,0 +1,201 @@
+"""Builds what a manager owns, from its configuration: brain, body and backends, wired together.
+
+`Stack` (the parts) - `build` (open them all, or close what was opened and raise) - `Stack.aclose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import anyio.to_thread
+
+from flexkv import plugins
+from flexkv.background import Discarder, Spiller
+from flexkv.completion import Completions
+from flexkv.config import FlexKVConfig
+from flexkv.engine import Commit, Engine
+from flexkv.errors import ConfigError
+from flexkv.index import PrefixIndex
+from flexkv.keys import Keyring
+from flexkv.ledger import Ledger
+from flexkv.memory import Arena
+from flexkv.model import HOST, KVSpec
+from flexkv.planner import Planner
+from flexkv.plans import Plans
+from flexkv.pool import SlotPool
+from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
+from flexkv.telemetry import Telemetry, log
+from flexkv.tier import Tier
+
+DISK = "disk"
+_SPARE_ENTRIES = (
+    1024  # index entries for blocks that are pinned or interior while they are in no tier
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The parts of an open manager."""
+
+    spec: KVSpec
+    keyring: Keyring
+    completions: Completions
+    arena: Arena
+    device: DeviceBackend
+    index: PrefixIndex
+    ledger: Ledger
+    planner: Planner
+    plans: Plans
+    engine: Engine
+    spiller: Spiller
+    discarder: Discarder
+    closer: AsyncExitStack
+
+    async def aclose(self) -> None:
+        """Close backends, completions and arena, in this order."""
+        await self.closer.aclose()
+
+
+async def build(config: FlexKVConfig, telemetry: Telemetry, commit: Commit) -> Stack:
+    """Open everything a manager needs; on failure close what was opened.
+
+    Raises:
+        ConfigError, PluginError, StorageError, CapacityError: as the parts say.
+    """
+    if config.spec is None:
+        raise ConfigError(
+            "spec is not set: say what a block holds, for example "
+            "FlexKVConfig(spec=KVSpec.uniform(layers=32, heads=8, head_size=128, dtype='bfloat16'))"
+        )
+    async with AsyncExitStack() as closer:
+        stack = await _open(config, config.spec, telemetry, commit, closer)
+        closer.pop_all()  # from here on the stack's own closer is responsible
+    return stack
+
+
+async def _open(
+    config: FlexKVConfig, spec: KVSpec, telemetry: Telemetry, commit: Commit, guard: AsyncExitStack
+) -> Stack:
+    closer = await guard.enter_async_context(AsyncExitStack())
+    identity = config.identity(spec)
+    keyring = Keyring(identity, config.secret_bytes())
+    host_slots, disk_slots = config.host_slots(spec), config.disk_slots(spec)
+    chunk_blocks = max(1, config.chunk_bytes // spec.stride_bytes)
+    staging_slots = max(2, config.staging_bytes // spec.stride_bytes) if disk_slots else 0
+    arena = await anyio.to_thread.run_sync(
+        lambda: Arena(
+            host_slots + staging_slots,
+            spec.stride_bytes,
+            huge_pages=config.huge_pages,
+            prefault=config.prefault,
+        )
+    )
+    completions = Completions(
+        tickets=config.tickets,
+        crew_threads=config.crew_threads or None,
+        crew_queue=config.crew_queue,
+    )
+
+    async def close_memory() -> None:
+        stayed_out = await completions.aclose(config.close_timeout_ms)
+        if stayed_out:
+            log.error(
+                "close.leaked", tickets=stayed_out, reason="hardware may still write to the arena"
+            )
+        else:
+            arena.close()
+
+    closer.push_async_callback(close_memory)
+    services = Services(completions, arena, identity, config.backend_settings("device"), host_slots)
+    device: DeviceBackend = plugins.load("flexkv.backends", config.device)()
+    await device.open(services)
+    closer.push_async_callback(device.aclose)
+    stores: dict[str, StorageBackend] = {}
+    recovered: dict[str, Recovered] = {}
+    if disk_slots:
+        store: StorageBackend = plugins.load("flexkv.backends", config.disk_backend)()
+        services = Services(
+            completions, arena, identity, config.backend_settings("disk"), disk_slots
+        )
+        found = await store.open(services)
+        closer.push_async_callback(store.aclose)
+        stores[DISK] = store
+        if found is not None:
+            recovered[DISK] = found
+    ledger = _make_ledger(config, telemetry, host_slots, {DISK: disk_slots} if disk_slots else {})
+    planner = Planner(ledger, chunk_blocks=chunk_blocks)
+    engine = Engine(
+        completions,
+        device,
+        stores,
+        SlotPool(staging_slots),
+        first_staging_slot=host_slots,
+        block_bytes=spec.block_bytes,
+        chunk_blocks=chunk_blocks,
+        lane_bytes=config.device_bytes_in_flight,
+        ops_in_flight=8,
+        commit=commit,
+        telemetry=telemetry,
+    )
+    spiller = Spiller(
+        planner,
+        engine,
+        telemetry,
+        queue_blocks=config.spill_queue_blocks,
+        batch_blocks=chunk_blocks,
+    )
+    for name, found in recovered.items():
+        kept = ledger.restore(ledger.tiers[name], found, completions.now())
+        log.info("tier.restored", tier=name, blocks=kept, orphans=len(found.slots) - kept)
+    return Stack(
+        spec,
+        keyring,
+        completions,
+        arena,
+        device,
+        ledger.index,
+        ledger,
+        planner,
+        Plans(planner, completions, telemetry, config.plan_ttl_ms),
+        engine,
+        spiller,
+        Discarder(ledger, stores),
+        closer,
+    )
+
+
+def _count_evicted(telemetry: Telemetry, tier: str, count: int) -> None:
+    telemetry.add("evicted_blocks", count, tier=tier)
+
+
+def _make_ledger(
+    config: FlexKVConfig, telemetry: Telemetry, host_slots: int, stores: Mapping[str, int]
+) -> Ledger:
+    capacities = {HOST: host_slots, **stores}
+    max_blocks = sum(capacities.values()) + _SPARE_ENTRIES
+    index = PrefixIndex(max_blocks, list(capacities))
+    tiers = []
+    for number, (name, slots) in enumerate(capacities.items()):
+        policy = plugins.load("flexkv.policies", config.policy_of(name))()
+        index.set_policy(number, policy, config.policy_settings())
+        tiers.append(
+            Tier(
+                name,
+                number,
+                index,
+                SlotPool(slots),
+                config.evict_ratio,
+                config.evict_start_threshold,
+                partial(_count_evicted, telemetry, name),
+            )
+        )
+    return Ledger(
+        index,
+        tiers,
+        max_blocks=max_blocks,
+        spill=config.spill,
+        max_read_failures=config.max_read_failures,
+    )

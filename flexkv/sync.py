@@ -1,0 +1,229 @@
+"""flexkv for callers without an event loop: one loop thread behind plain blocking calls.
+
+`BlockingKVManager` has KVManager's verbs; each call runs on the loop thread and returns when it is
+answered. `BlockingTransfer` wraps a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from flexkv.config import FlexKVConfig
+from flexkv.errors import ClosedError
+from flexkv.manager import KVManager, Namespace
+from flexkv.protocols import Region
+from flexkv.transfer import GetResult, Plan, PutResult, Transfer
+
+_T = TypeVar("_T")
+
+
+class BlockingTransfer:
+    """A transfer seen from another thread."""
+
+    __slots__ = ("_manager", "_transfer")
+
+    def __init__(self, manager: BlockingKVManager, transfer: Transfer) -> None:
+        self._manager, self._transfer = manager, transfer
+
+    @property
+    def matched(self) -> int:
+        """Tokens the transfer was started for."""
+        return self._transfer.matched
+
+    @property
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return self._transfer.done
+
+    def result(self, timeout_ms: float | None = None) -> GetResult | PutResult:
+        """Wait for the result; TimeoutError when it takes longer (the transfer goes on)."""
+        result: GetResult | PutResult = self._manager.run(
+            self._transfer._listen, timeout_ms=timeout_ms
+        )
+        return result
+
+    def durable(self, timeout_ms: float | None = None) -> PutResult:
+        """Wait until the lowest tier holds a put; raises as Transfer.durable does."""
+        return self._manager.run(self._transfer.durable, timeout_ms=timeout_ms)
+
+    def quiesced(self, timeout_ms: float | None = None) -> None:
+        """Wait until no byte can land any more."""
+        self._manager.run(self._transfer.quiesced, timeout_ms=timeout_ms)
+
+    def cancel(self) -> None:
+        """Drop the work that has not started."""
+        self._manager.call(self._transfer.cancel)
+
+
+class BlockingKVManager:
+    """KVManager for synchronous engines: `with BlockingKVManager(config) as kv`. Calls may come
+    from any thread.
+    """
+
+    def __init__(self, config: FlexKVConfig | None = None, **overrides: Any) -> None:
+        self._kv = KVManager(config, **overrides)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            raise ClosedError("a BlockingKVManager is entered once; make another one")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="flexkv-loop", daemon=True)
+        self._thread.start()
+        try:
+            self.run(self._kv.__aenter__)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the manager and end the loop thread. Calling it twice is fine."""
+        if self._loop is None:
+            return
+        try:
+            self.run(self._kv.aclose)
+        finally:
+            self._end()
+
+    def _serve(self) -> None:
+        assert self._loop is not None
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _end(self) -> None:
+        loop, self._loop = self._loop, None
+        assert loop is not None
+        assert self._thread is not None
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join()
+        loop.close()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise ClosedError(
+                "the manager is not open: use it inside `with BlockingKVManager(config) as kv`"
+            )
+        return self._loop
+
+    def run(
+        self,
+        verb: Callable[..., Coroutine[Any, Any, _T]],
+        *arguments: Any,
+        timeout_ms: float | None = None,
+    ) -> _T:
+        """Run a coroutine function on the loop thread and wait for it.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_ms`.
+        """
+        future = asyncio.run_coroutine_threadsafe(verb(*arguments), self._running_loop())
+        try:
+            return future.result(None if timeout_ms is None else timeout_ms / 1e3)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
+        """Run a plain call on the loop thread and return what it returns."""
+
+        async def answer() -> _T:
+            return verb(*arguments, **keywords)
+
+        return self.run(answer)
+
+    def register(self, kv_caches: Any, *, axes: str | None = None) -> Region:
+        """See KVManager.register."""
+        return self.call(self._kv.register, kv_caches, axes=axes)
+
+    def get_match(
+        self,
+        tokens: Any,
+        *,
+        namespace: Namespace = None,
+        computed_tokens: int = 0,
+        leave_tokens: int = 0,
+    ) -> Plan:
+        """See KVManager.get_match. Cancel the plan with `cancel_plan`."""
+        return self.call(
+            self._kv.get_match,
+            tokens,
+            namespace=namespace,
+            computed_tokens=computed_tokens,
+            leave_tokens=leave_tokens,
+        )
+
+    def put_match(self, tokens: Any, *, namespace: Namespace = None) -> Plan:
+        """See KVManager.put_match."""
+        return self.call(self._kv.put_match, tokens, namespace=namespace)
+
+    def cancel_plan(self, plan: Plan) -> None:
+        """Cancel a plan that was not launched."""
+        self.call(plan.cancel)
+
+    def launch(self, plan: Plan, slot_mapping: Any) -> BlockingTransfer:
+        """See KVManager.launch."""
+        return BlockingTransfer(self, self.call(self._kv.launch, plan, slot_mapping))
+
+    def get(
+        self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None
+    ) -> BlockingTransfer:
+        """See KVManager.get_async."""
+        return BlockingTransfer(
+            self, self.call(self._kv.get_async, tokens, slot_mapping, namespace=namespace)
+        )
+
+    def put(
+        self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None
+    ) -> BlockingTransfer:
+        """See KVManager.put_async."""
+        return BlockingTransfer(
+            self, self.call(self._kv.put_async, tokens, slot_mapping, namespace=namespace)
+        )
+
+    def prefetch(self, tokens: Any, *, namespace: Namespace = None) -> BlockingTransfer:
+        """See KVManager.prefetch_async."""
+        return BlockingTransfer(
+            self, self.call(self._kv.prefetch_async, tokens, namespace=namespace)
+        )
+
+    def wait(
+        self, transfers: Iterable[BlockingTransfer], *, timeout_ms: float | None = None
+    ) -> list[BlockingTransfer]:
+        """Wait until all are done or the time is over; return those that are done."""
+        listed = list(transfers)
+
+        async def wait() -> None:
+            await self._kv.wait([transfer._transfer for transfer in listed], timeout_ms=timeout_ms)
+
+        self.run(wait)
+        return [transfer for transfer in listed if transfer.done]
+
+    def remove(self, tokens: Any, *, namespace: Namespace = None) -> int:
+        """See KVManager.remove."""
+        return self.call(self._kv.remove, tokens, namespace=namespace)
+
+    def flush(self) -> None:
+        """See KVManager.flush."""
+        self.run(self._kv.flush)
+
+    def reset(self) -> None:
+        """See KVManager.reset."""
+        self.run(self._kv.reset)
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """See KVManager.usage."""
+        return self.call(self._kv.usage)
