@@ -34,23 +34,21 @@ class Series(NamedTuple):
     bounds: tuple[float, ...] = _SECONDS
 
 
-METRICS: dict[
-    str, Series
-] = {  # Prometheus shows them as flexkv_NAME, counters as flexkv_NAME_total
+# Prometheus shows them as flexkv_NAME, counters as flexkv_NAME_total
+METRICS: dict[str, Series] = {
     # what was asked for
-    "transfers": Series("counter", "transfers that ended", ("kind",)),
+    "transfers": Series("counter", "transfers that ended, and how", ("kind", "outcome")),
     "timed_out_transfers": Series("counter", "transfers that passed their deadline", ("kind",)),
     "expired_plans": Series("counter", "plans that were neither launched nor cancelled", ("kind",)),
     "refused_puts": Series("counter", "puts for which there was no room"),
     "queried_blocks": Series("counter", "blocks looked up"),
-    "hit_blocks": Series("counter", "blocks that a tier could serve"),
+    "hit_blocks": Series("counter", "blocks that matches found readable"),
     # what became of it
     "tier_hit_blocks": Series("counter", "blocks to load, by the tier they were in", ("tier",)),
-    "loaded_blocks": Series("counter", "blocks that reached their goal", ("tier",)),
-    "stored_blocks": Series("counter", "blocks that became readable in a tier", ("tier",)),
+    "loaded_blocks": Series("counter", "blocks that gets brought to the device"),
+    "stored_blocks": Series("counter", "blocks that puts brought to host memory"),
     "failed_blocks": Series("counter", "blocks whose move failed", ("source", "target")),
     "damaged_blocks": Series("counter", "blocks dropped for wrong bytes", ("tier",)),
-    "joined_blocks": Series("counter", "blocks that joined a read of another request", ("tier",)),
     # what moved, and what had to go
     "transfer_blocks": Series("counter", "blocks moved", ("source", "target")),
     "transfer_ops": Series("counter", "copy operations", ("source", "target")),
@@ -59,14 +57,9 @@ METRICS: dict[
     "dropped_blocks": Series("counter", "blocks of work given up under load", ("work",)),
     # how long it took; part: exposed (somebody waited) or hidden (beside other work)
     "transfer_seconds": Series("histogram", "duration of a transfer", ("kind", "part")),
-    "op_seconds": Series("histogram", "duration of one copy operation", ("source", "target")),
-    "match_seconds": Series("histogram", "duration of a match"),
     # how it stands
     "tier_capacity_blocks": Series("gauge", "slots of a tier", ("tier",)),
     "tier_free_blocks": Series("gauge", "free slots of a tier", ("tier",)),
-    "tier_readable_blocks": Series("gauge", "blocks readable in a tier", ("tier",)),
-    "tier_in_flight_blocks": Series("gauge", "blocks on their way into a tier", ("tier",)),
-    "tier_up": Series("gauge", "1 while a tier is used, 0 once it was switched off", ("tier",)),
     "lane_queue_depth": Series("gauge", "requests waiting for a lane", ("lane",)),
     "lane_bytes_in_flight": Series("gauge", "bytes in flight in a lane", ("lane",)),
     "transfers_in_flight": Series("gauge", "transfers that have not ended", ("kind",)),

@@ -1,10 +1,13 @@
-"""Shared by all tests: modules that need torch are left out where there is no torch."""
+"""Shared by all tests: helpers of this folder can be imported; no torch, no tests of it."""
 
 from __future__ import annotations
 
 import ast
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 HEAVY = {"torch", "transformers"}
 ABSENT = {name for name in HEAVY if find_spec(name) is None}
