@@ -77,9 +77,7 @@ class Rig:
         self.completions = Completions(**self._completions)
         self.arena = Arena(self.host_slots, self.identity.spec.stride_bytes, huge_pages=False)
         self.backend = DiskBackend()
-        services = Services(
-            self.completions, self.arena, self.identity, self.settings, self.slots
-        )
+        services = Services(self.completions, self.arena, self.identity, self.settings, self.slots)
         try:
             self.recovered = await self.backend.open(services)
         except BaseException:

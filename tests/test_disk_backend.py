@@ -72,9 +72,7 @@ def test_blocks_come_back_on_every_loop(tmp_path: Path, engine: str, loop: str) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_batch_of_many_chunks_and_many_batches_at_once(
-    tmp_path: Path, engine: str
-) -> None:
+async def test_a_batch_of_many_chunks_and_many_batches_at_once(tmp_path: Path, engine: str) -> None:
     chunk = 2 * SPEC.stride_bytes
     async with Rig(
         folders(tmp_path, 2), slots=256, host_slots=256, engine=engine, chunk_bytes=chunk
@@ -202,9 +200,7 @@ async def test_too_few_slots_and_too_small_an_arena_are_told(tmp_path: Path) -> 
     other = DiskBackend()
     async with Rig(folders(tmp_path / "x", 1)) as rig:
         big = Identity("m", "", KVSpec.uniform(8, 8, 128))
-        services = Services(
-            rig.completions, rig.arena, big, {"directories": [tmp_path / "y"]}, 4
-        )
+        services = Services(rig.completions, rig.arena, big, {"directories": [tmp_path / "y"]}, 4)
         with pytest.raises(ConfigError, match="does not fit"):
             await other.open(services)
 
@@ -223,9 +219,7 @@ async def test_memory_file_systems_are_used_with_threads(memory_folder: Path) ->
 
 
 @pytest.mark.parametrize("engine", ENGINES[:1])
-async def test_io_uring_may_be_demanded_without_direct_io(
-    memory_folder: Path, engine: str
-) -> None:
+async def test_io_uring_may_be_demanded_without_direct_io(memory_folder: Path, engine: str) -> None:
     async with Rig(folders(memory_folder, 2), engine=engine) as rig:
         assert rig.backend.engine_name == engine
         assert await rig.put(range(8)) == [LANDED] * 8

@@ -110,9 +110,7 @@ def some_records(count: int = 4, seed: int = 9) -> np.ndarray:
     records = np.zeros(count, RECORD)
     random = np.random.default_rng(3)
     records.view(np.uint8)[:] = random.integers(1, 256, count * 64, np.uint8)
-    disk_format.seal(
-        records, np.arange(count, dtype=np.uint32), np.full(count, seed, np.uint64)
-    )
+    disk_format.seal(records, np.arange(count, dtype=np.uint32), np.full(count, seed, np.uint64))
     return records
 
 
