@@ -21,6 +21,7 @@ from flexkv.telemetry import Telemetry
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 _NO_BLOCKS: SlotIds = np.empty(0, np.uint32)
+_NONE = np.empty(0, np.int64)
 
 
 def device_blocks(slot_mapping: Any, count: int, tokens_per_block: int, limit: int) -> SlotIds:
@@ -66,7 +67,7 @@ class Request:
         "device_blocks",
         "kind",
         "matched",
-        "new_blocks",
+        "own",
         "run",
         "telemetry",
         "tokens",
@@ -88,7 +89,7 @@ class Request:
         self.kind, self.matched, self.run = plan.kind, plan.matched, run
         self.tokens, self.by_tier, self.device_blocks = tokens_per_block, by_tier, device_blocks
         self.telemetry = telemetry
-        self.new_blocks = len(run.arrived) - int(np.count_nonzero(run.arrived))
+        self.own = _NONE if plan.put is None else plan.put.positions  # not another put's blocks
         self.transfer = Transfer(
             plan.kind,
             plan.matched,
@@ -113,7 +114,7 @@ class Request:
         arrived = self.run.arrived
         prefix = len(arrived) if arrived.all() else int(np.argmin(arrived))
         if self.kind == "put":
-            self._conclude_put(prefix, int(np.count_nonzero(~arrived)), timed_out)
+            self._conclude_put(prefix, int(np.count_nonzero(~arrived[self.own])), timed_out)
             return
         if self.kind == "get":
             self.telemetry.add("loaded_blocks", prefix)
@@ -134,7 +135,8 @@ class Request:
         )
 
     def _conclude_put(self, prefix: int, lost: int, timed_out: bool) -> None:
-        self.telemetry.add("stored_blocks", self.new_blocks - lost)
+        new = len(self.own) - lost
+        self.telemetry.add("stored_blocks", new)
         if lost and (timed_out or not self.run.cancelled):
             why = "in time" if timed_out else "(see the log)"
             blocks = len(self.run.arrived)
@@ -145,7 +147,7 @@ class Request:
         self.transfer.settle(
             lambda elapsed_ms, exposed_ms: PutResult(
                 prefix * self.tokens,
-                (self.new_blocks - lost) * self.tokens,
+                new * self.tokens,
                 self.run.moved_bytes,
                 elapsed_ms,
                 exposed_ms,

@@ -15,7 +15,7 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys index order pool tier ledger planner"
+BRAIN = "keys index order pool tier ledger spills planner"
 BODY = "completion memory lanes engine background plans request stack hosting transfer"
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "index": f"_core order protocols {VOCABULARY}",
     "tier": f"index pool {VOCABULARY}",
     "ledger": f"index pool tier protocols {VOCABULARY}",
-    "planner": f"index pool tier ledger protocols {VOCABULARY}",
+    "spills": f"index ledger {VOCABULARY}",
+    "planner": f"index pool tier ledger spills protocols {VOCABULARY}",
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
