@@ -1,7 +1,8 @@
 """Work that nobody waits for: spilling blocks to lower tiers, and making stores forget.
 
-`Spiller.offer`, `Spiller.run` (a bounded loop in the manager's task group), `Spiller.drained`, `Spiller.pending`;
-`Discarder.run`, `Discarder.drained`. Spill is best effort: under load the oldest offers are dropped and counted.
+`Spiller.offer`, `Spiller.run` (a bounded loop in the manager's task group), `Spiller.drained`,
+`Spiller.pending`; `Discarder.run`, `Discarder.drained`. Spill is best effort: under load the oldest
+offers are dropped and counted.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import anyio
 import numpy as np
 
 from flexkv.engine import Engine
+from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
-from flexkv.model import BlockIds, BoolArray, IOStatus, KeyArray, TransferGraph
+from flexkv.model import BlockIds, BoolArray, IOStatus, KeyArray, TierState
 from flexkv.planner import Planner
 from flexkv.protocols import BlockIO, StorageBackend
 from flexkv.telemetry import Telemetry, log
@@ -55,8 +57,11 @@ class Spiller:
         self.workers = batches_in_flight
         self._queue: deque[tuple[BlockIds, KeyArray]] = deque()
         self._queued_blocks = 0
-        self._pending = np.zeros(planner.ledger.max_blocks, np.int32)  # offers of a block not yet dealt with
+        self._pending = np.zeros(
+            planner.ledger.max_blocks, np.int32
+        )  # offers of a block not yet dealt with
         self._active = 0
+        self._stopped = False
         self._work = Signal()
         self.progress = Signal()
 
@@ -66,7 +71,7 @@ class Spiller:
         return self._queued_blocks
 
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
-        """Queue blocks for the lower tiers; when the queue is full the oldest leave it unwritten."""
+        """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
         self._queue.append((blocks, keys))
         self._queued_blocks += len(blocks)
         self._pending[blocks] += 1
@@ -93,7 +98,9 @@ class Spiller:
         self.progress.raise_()
 
     async def run(self) -> None:
-        """Serve the queue until cancelled. Run `workers` of these to keep the device busy between batches."""
+        """Serve the queue until cancelled. Run `workers` of these to keep the device busy between
+        batches.
+        """
         while True:
             while not self._queue:
                 await self._work.wait()
@@ -118,9 +125,35 @@ class Spiller:
         if lost:
             log.warning("spill.failed", blocks=lost, goal=graph.goal)
 
-    async def save(self, graph: TransferGraph) -> None:
-        """Run a graph that saves victims before their host slots are written again."""
-        await self._engine.run(self._engine.start(graph))
+    async def reached(self, blocks: BlockIds, keys: KeyArray) -> None:
+        """Wait until the lowest tier holds the blocks; with spill="on_evict" bring them there.
+
+        Raises:
+            TransferError: some did not get there and nobody is bringing them any more.
+        """
+        ledger = self._planner.ledger
+        if ledger.spill == "never":
+            return
+        if ledger.spill == "on_evict":
+            self.offer(blocks, keys)
+        index, lowest = ledger.index, ledger.stores[-1]
+        while True:
+            there = (index.keys(blocks) == keys).all(axis=1)
+            there &= index.states(lowest.number, blocks) == TierState.READY
+            if there.all():
+                return
+            if self._stopped or not self.pending(blocks[~there]).any():
+                raise TransferError(
+                    f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
+                    f"{lowest.name}: dropped under load, evicted before their turn, or an I/O "
+                    "error (see the log)"
+                )
+            await self.progress.wait()
+
+    def stop(self) -> None:
+        """Say that nothing will be written any more."""
+        self._stopped = True
+        self.progress.raise_()
 
     async def drained(self) -> None:
         """Wait until nothing is queued or being written."""
@@ -156,11 +189,17 @@ class Discarder:
 
     async def _discard(self, discard: Discard) -> None:
         store = self._stores[discard.tier.name]
-        statuses = await store.discard(BlockIO(discard.slots, discard.slots, discard.keys))
-        failed = statuses != IOStatus.LANDED
+        batch = BlockIO(discard.slots, discard.slots, discard.keys)
+        try:
+            failed = await store.discard(batch) != IOStatus.LANDED
+        except Exception as error:
+            log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
+            failed = np.ones(len(batch), np.bool_)
         if failed.any():
             # the record may survive on the medium; its checksum still guards every later read
-            log.warning("discard.failed", tier=discard.tier.name, blocks=int(np.count_nonzero(failed)))
+            log.warning(
+                "discard.failed", tier=discard.tier.name, blocks=int(np.count_nonzero(failed))
+            )
         discard.tier.give(discard.slots)
 
     async def drained(self) -> None:

@@ -2,7 +2,7 @@
 
 `Completions.ticket` takes a ticket that C code, the kernel or a device completes; `await ticket`
 says what became of it - `fail` (work that could not be queued) - `attach`, `detach`,
-`request_flush`, `request_drain` (io_uring rings) - `now` - `aclose`, `close_now`.
+`request_flush`, `request_drain` (io_uring rings) - `now`, `call_later` - `aclose`, `close_now`.
 
 Awaiting a ticket is only listening: cancelling an awaiter releases neither the ticket nor what it
 keeps alive.
@@ -17,8 +17,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Generator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexkv._core import ffi, lib
 from flexkv.errors import CapacityError, ClosedError, FlexKVError, InputError
@@ -171,6 +171,12 @@ class Completions:
         """The loop's time in seconds."""
         return self._loop.time()
 
+    def call_later(
+        self, delay_s: float, callback: Callable[..., object], *arguments: Any
+    ) -> asyncio.TimerHandle:
+        """Call back on the loop after `delay_s` seconds; the handle has `cancel()`."""
+        return self._loop.call_later(delay_s, callback, *arguments)
+
     # --- rings
 
     def attach(self, ring: CData) -> None:
@@ -272,7 +278,9 @@ class Completions:
         stayed_out = list(self._open.values())
         self._open.clear()
         _abandoned.extend(keep for _, keep in stayed_out if keep is not None)
-        if not stayed_out:  # else a crew thread may be stuck for ever in the work of a lost ticket
+        if stayed_out:  # a crew thread may be stuck in the work of a lost ticket: do not join it
+            lib.fx_crew_leave(self.crew)
+        else:
             lib.fx_crew_close(self.crew)
         lib.fx_hub_close(self.hub, 0)
         if not self._loop.is_closed():

@@ -26,8 +26,10 @@ MAX_CACHED_ROOTS = 4096
 _TOKEN_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
-def as_tokens(tokens: Any) -> NDArray[Any]:
-    """Return token ids as a contiguous 1-D int32 or int64 array; no copy where they are one.
+def as_tokens(tokens: Any, *, name: str = "tokens") -> NDArray[Any]:
+    """Return token ids (or slots: `name`) as a contiguous 1-D int32 or int64 array.
+
+    No copy where they are one already.
 
     Takes a list, tuple, array, numpy array or torch tensor (any device) of integers.
 
@@ -39,21 +41,19 @@ def as_tokens(tokens: Any) -> NDArray[Any]:
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"tokens must be a flat sequence of integers: {error}") from error
+        raise InputError(f"{name} must be a flat sequence of integers: {error}") from error
     if array.ndim != 1:
-        raise InputError(f"tokens must be one-dimensional, got shape {array.shape}")
+        raise InputError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.dtype not in _TOKEN_DTYPES:
         if array.size and array.dtype.kind not in "iu":
-            raise InputError(f"tokens must be integers, got dtype {array.dtype}")
+            raise InputError(f"{name} must be integers, got dtype {array.dtype}")
         if array.dtype == np.uint64 and array.size and int(array.max()) >> 63:
-            raise InputError(f"token id {int(array.max())} does not fit in 63 bits")
+            raise InputError(f"{name}: {int(array.max())} does not fit in 63 bits")
         array = array.astype(np.int64)
     array = np.ascontiguousarray(array)
     if lib.fx_tokens_negative(ffi.from_buffer("char[]", array), array.itemsize, array.size):
         position = int(np.flatnonzero(array < 0)[0])
-        raise InputError(
-            f"token ids must be >= 0, got {int(array[position])} at position {position}"
-        )
+        raise InputError(f"{name} must be >= 0, got {int(array[position])} at position {position}")
     return array
 
 

@@ -1,0 +1,301 @@
+"""Telemetry: the logger, counters that are true, and a Prometheus collector that only reads.
+
+`log` (structured events, one per request) - `Telemetry.add`, `observe`, `gauge` (what a manager
+counts) - `snapshot` (all of it as plain data) - `collector`, `expose` (for a registry of the
+caller) - `retire` (the manager is gone, its counts stay). Configuring structlog belongs to the
+application.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import structlog
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+log = structlog.get_logger("flexkv")
+
+_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class Series(NamedTuple):
+    """One metric: kind, what it says, its labels in order; `bounds` are upper edges of buckets."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = _SECONDS
+
+
+# Prometheus shows them as flexkv_NAME, counters as flexkv_NAME_total
+METRICS: dict[str, Series] = {
+    # what was asked for
+    "transfers": Series("counter", "transfers that ended, and how", ("kind", "outcome")),
+    "timed_out_transfers": Series("counter", "transfers that passed their deadline", ("kind",)),
+    "expired_plans": Series("counter", "plans that were neither launched nor cancelled", ("kind",)),
+    "refused_puts": Series("counter", "puts for which there was no room"),
+    "queried_blocks": Series("counter", "blocks looked up"),
+    "hit_blocks": Series("counter", "blocks that matches found readable"),
+    # what became of it
+    "tier_hit_blocks": Series("counter", "blocks to load, by the tier they were in", ("tier",)),
+    "loaded_blocks": Series("counter", "blocks that gets brought to the device"),
+    "stored_blocks": Series("counter", "blocks that puts brought to host memory"),
+    "failed_blocks": Series("counter", "blocks whose move failed", ("source", "target")),
+    "damaged_blocks": Series("counter", "blocks dropped for wrong bytes", ("tier",)),
+    # what moved, and what had to go
+    "transfer_blocks": Series("counter", "blocks moved", ("source", "target")),
+    "transfer_ops": Series("counter", "copy operations", ("source", "target")),
+    "transfer_bytes": Series("counter", "bytes moved", ("source", "target")),
+    "evicted_blocks": Series("counter", "blocks evicted from a tier", ("tier",)),
+    "dropped_blocks": Series("counter", "blocks of work given up under load", ("work",)),
+    # how long it took; part: exposed (somebody waited) or hidden (beside other work)
+    "transfer_seconds": Series("histogram", "duration of a transfer", ("kind", "part")),
+    # how it stands
+    "tier_capacity_blocks": Series("gauge", "slots of a tier", ("tier",)),
+    "tier_free_blocks": Series("gauge", "free slots of a tier", ("tier",)),
+    "lane_queue_depth": Series("gauge", "requests waiting for a lane", ("lane",)),
+    "lane_bytes_in_flight": Series("gauge", "bytes in flight in a lane", ("lane",)),
+    "transfers_in_flight": Series("gauge", "transfers that have not ended", ("kind",)),
+    "spill_queue_blocks": Series("gauge", "blocks waiting to be spilled"),
+    "index_blocks": Series("gauge", "entries of the index"),
+    "pinned_blocks": Series("gauge", "pins held by transfers and plans"),
+    "tickets_in_flight": Series("gauge", "batches of hardware work in flight"),
+}
+
+Key = tuple[str, ...]  # name, then the values of its labels
+
+
+class Histogram:
+    """Counts per bucket (the last one has no upper edge), and the sum of what was observed."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def merge(self, other: Histogram) -> None:
+        """Add the counts of another histogram with the same bounds."""
+        self.counts = [
+            ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)
+        ]
+        self.total += other.total
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Return (upper edge, values up to it) as Prometheus wants them."""
+        edges = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        sums, running = [], 0
+        for edge, count in zip(edges, list(self.counts), strict=True):
+            running += count
+            sums.append((edge, float(running)))
+        return sums
+
+
+class Telemetry:
+    """What one manager counts. Counts come from one thread (the loop); any thread may read.
+
+    Names and labels are those of METRICS; anything else is an error. Counters never go back.
+    """
+
+    def __init__(self) -> None:
+        self.counters: dict[Key, float] = {
+            (name,): 0.0
+            for name, kind in METRICS.items()
+            if kind.kind == "counter" and not kind.labels
+        }
+        self.histograms: dict[Key, Histogram] = {}
+        self.readers: dict[Key, Callable[[], float]] = {}
+        self.watchers: weakref.WeakSet[Collector] = weakref.WeakSet()
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Count up by `amount` (>= 0; 0 makes the series appear)."""
+        key = (name, *labels.values())
+        try:
+            self.counters[key] += amount
+        except KeyError:
+            key = _key(("counter",), name, labels)
+            self.counters[key] = self.counters.get(key, 0.0) + amount
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Count a value into a histogram."""
+        key = (name, *labels.values())
+        found = self.histograms.get(key)
+        if found is None:
+            key = _key(("histogram",), name, labels)
+            found = self.histograms.setdefault(key, Histogram(METRICS[name].bounds))
+        found.observe(value)
+
+    def gauge(self, name: str, read: Callable[[], float], **labels: str) -> None:
+        """Let `read()` answer whenever somebody looks; it must change nothing.
+
+        Counters that somebody else keeps may be offered in the same way.
+        """
+        self.readers[_key(("gauge", "counter"), name, labels)] = read
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return a counter or gauge (0 if never touched), or how many values a histogram has."""
+        key = _key(("counter", "gauge", "histogram"), name, labels)
+        if key in self.histograms:
+            return float(sum(self.histograms[key].counts))
+        return self.read_all(key).get(key, 0.0)
+
+    def read_all(self, *keys: Key) -> dict[Key, float]:
+        """Return the counters and gauges, of `keys` or all."""
+        values = {
+            key: self.counters[key] for key in keys or list(self.counters) if key in self.counters
+        }
+        for key, read in list(self.readers.items()):
+            if not keys or key in keys:
+                values[key] = values.get(key, 0.0) + float(read())
+        return values
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return everything as plain data: {name: value} or {name: {"label=value,...": value}}.
+
+        Histograms become {"count", "sum"}.
+        """
+        result: dict[str, Any] = {}
+        for key, value in self._plain():
+            name, *labels = key
+            if not labels:
+                result[name] = value
+                continue
+            text = ",".join(f"{a}={b}" for a, b in zip(METRICS[name].labels, labels, strict=True))
+            result.setdefault(name, {})[text] = value
+        return result
+
+    def _plain(self) -> Iterator[tuple[Key, Any]]:
+        yield from self.read_all().items()
+        for key, item in list(self.histograms.items()):
+            yield key, {"count": sum(item.counts), "sum": item.total}
+
+    def collector(self) -> Collector:
+        """Return a Prometheus collector of this telemetry alone: `registry.register(collector)`."""
+        collector = Collector()
+        collector.watch(self)
+        return collector
+
+    def retire(self) -> None:
+        """Say that the manager is about to close: gauges end, counts stay with collectors.
+
+        Do it last, but while what the gauges read is still there.
+        """
+        totals = self.read_all()
+        self.counters.update({key: value for key, value in totals.items() if _is_counter(key)})
+        self.readers.clear()
+        for collector in list(self.watchers):
+            collector.fold(self)
+        self.watchers.clear()
+
+
+def _is_counter(key: Key) -> bool:
+    return METRICS[key[0]].kind == "counter"
+
+
+def _key(kinds: tuple[str, ...], name: str, labels: Mapping[str, str]) -> Key:
+    """Check a name and its labels; return the key."""
+    series = METRICS.get(name)
+    if series is None or series.kind not in kinds:
+        raise ValueError(f"{name!r} is not a {' or '.join(kinds)}; declare it in METRICS first")
+    if set(labels) != set(series.labels):
+        raise ValueError(f"{name} has the labels {series.labels}, got {tuple(labels)}")
+    if tuple(labels) != series.labels:
+        raise ValueError(f"{name}: give its labels in the order {series.labels}")
+    return (name, *labels.values())
+
+
+class Collector:
+    """Reads the counts of every live manager and of those that are gone; changes nothing.
+
+    Several managers on one registry are summed: each series appears once, and a manager that stops
+    and starts again goes on counting where it was.
+    """
+
+    def __init__(self) -> None:
+        self._live: list[Telemetry] = []
+        self._past = Telemetry()
+        self._lock = threading.Lock()
+
+    def watch(self, telemetry: Telemetry) -> None:
+        """Read `telemetry` from now on; asking twice is fine."""
+        with self._lock:
+            if telemetry not in self._live:
+                self._live.append(telemetry)
+                telemetry.watchers.add(self)
+
+    def fold(self, telemetry: Telemetry) -> None:
+        """Keep the counts of a retired telemetry and let go of it."""
+        with self._lock:
+            if telemetry in self._live:
+                self._live.remove(telemetry)
+                for key, value in telemetry.counters.items():
+                    self._past.counters[key] = self._past.counters.get(key, 0.0) + value
+                _merge(self._past.histograms, telemetry.histograms)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the metrics without samples, so that registering reads nothing."""
+        return [_family(name) for name in METRICS]
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics with all samples, each series once."""
+        with self._lock:
+            values: dict[Key, float] = {}
+            histograms: dict[Key, Histogram] = {}
+            for part in (self._past, *self._live):
+                for key, value in part.read_all().items():
+                    values[key] = values.get(key, 0.0) + value
+                _merge(histograms, part.histograms)
+        families = {name: _family(name) for name in METRICS}
+        for (name, *labels), value in values.items():
+            families[name].add_metric(labels, value)
+        for (name, *labels), item in histograms.items():
+            families[name].add_metric(labels, item.cumulative(), item.total)
+        return list(families.values())
+
+
+def _merge(target: dict[Key, Histogram], source: Mapping[Key, Histogram]) -> None:
+    for key, item in list(source.items()):
+        target.setdefault(key, Histogram(item.bounds)).merge(item)
+
+
+def _family(name: str) -> Any:
+    from prometheus_client import core
+
+    series = METRICS[name]
+    kinds = {
+        "counter": core.CounterMetricFamily,
+        "gauge": core.GaugeMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+    }
+    return kinds[series.kind](f"flexkv_{name}", series.help, labels=series.labels)
+
+
+_exposed: weakref.WeakKeyDictionary[CollectorRegistry, Collector] = weakref.WeakKeyDictionary()
+
+
+def expose(registry: CollectorRegistry, telemetry: Telemetry) -> Collector:
+    """Show `telemetry` on the caller's registry, through the one collector flexkv has there.
+
+    A second manager in the same process, or one that was stopped and started again, neither raises
+    nor duplicates series nor loses counts.
+    """
+    collector = _exposed.get(registry)
+    if collector is None:
+        collector = Collector()
+        registry.register(collector)
+        _exposed[registry] = collector
+    collector.watch(telemetry)
+    return collector
