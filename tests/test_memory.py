@@ -1,4 +1,4 @@
-"""The arena: aligned, shared by descriptor, never unmapped under a view, refused when it does not fit."""
+"""The arena: aligned, shared by descriptor, never unmapped under a view, refused if too large."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_slots_that_do_not_exist_are_refused(slot: int) -> None:
 
 @pytest.mark.parametrize(("slots", "stride"), [(0, 4096), (-1, 4096), (1, 0), (1, 100), (1, 6000)])
 def test_nonsense_sizes_are_refused(slots: int, stride: int) -> None:
-    with pytest.raises(ConfigError, match="at least 1 slot|multiple of 4096"):
+    with pytest.raises(ConfigError, match=r"at least 1 slot|multiple of 4096"):
         Arena(slots, stride)
 
 
