@@ -182,20 +182,20 @@ class Engine:
         run.moved_bytes += size_bytes
         labels = {"source": copy.source.place, "target": copy.target.place}
         add = self._telemetry.add
-        add("flexkv_transfer_ops_total", 1, **labels)
-        add("flexkv_transfer_blocks_total", int(np.count_nonzero(landed)), **labels)
-        add("flexkv_transfer_bytes_total", size_bytes, **labels)
+        add("transfer_ops", 1, **labels)
+        add("transfer_blocks", int(np.count_nonzero(landed)), **labels)
+        add("transfer_bytes", size_bytes, **labels)
         if not landed.all():
             damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
             add(
-                "flexkv_failed_blocks_total",
+                "failed_blocks",
                 int(np.count_nonzero(statuses == IOStatus.FAILED)),
                 **labels,
             )
             add(
-                "flexkv_damaged_blocks_total",
+                "damaged_blocks",
                 int(np.count_nonzero(damaged)),
-                source=copy.source.place,
+                tier=copy.source.place,
             )
         self._commit(run.graph, copy, positions, statuses)
 

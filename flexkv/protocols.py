@@ -148,7 +148,7 @@ class DeviceBackend(Protocol):
     def import_region(self, handle: RegionHandle) -> Region: ...
 
     async def copy(self, batch: BlockCopy) -> None:
-        """Copy the batch; return when all bytes have landed, raise TransferError if they did not."""
+        """Copy the batch; return when all bytes have landed, raise TransferError if not."""
         ...
 
     async def aclose(self) -> None:

@@ -40,7 +40,7 @@ def device_blocks(slot_mapping: Any, count: int, tokens_per_block: int, limit: i
         )
     blocks = np.empty(count, np.uint32)
     good = lib.fx_slots_to_blocks(
-        ffi.from_buffer(slots),
+        ffi.from_buffer("char[]", slots),
         slots.itemsize == 8,
         count,
         size,
@@ -50,8 +50,8 @@ def device_blocks(slot_mapping: Any, count: int, tokens_per_block: int, limit: i
     if good != count:
         shown = slots[good * size : (good + 1) * size].tolist()
         raise InputError(
-            f"slot_mapping of block {good} is {shown}: it must be {size} consecutive slots that start at "
-            f"a multiple of {size}, of a block below {limit}"
+            f"slot_mapping of block {good} is {shown}: it must be {size} consecutive "
+            f"slots that start at a multiple of {size}, of a block below {limit}"
         )
     return blocks
 
@@ -99,7 +99,7 @@ class Request:
             durable=durable,
         )
         for tier, count in by_tier.items():
-            telemetry.add("flexkv_cache_hit_blocks_total", count, tier=tier)
+            telemetry.add("tier_hit_blocks", count, tier=tier)
 
     def _cancel(self, transfer: Transfer) -> None:
         self.run.cancel()
@@ -116,7 +116,7 @@ class Request:
             self._conclude_put(prefix, int(np.count_nonzero(~arrived)), timed_out)
             return
         if self.kind == "get":
-            self.telemetry.add("flexkv_loaded_blocks_total", prefix)
+            self.telemetry.add("loaded_blocks", prefix)
         failed = _NO_BLOCKS if self.device_blocks is None else self.device_blocks[~arrived]
         cancelled = self.run.cancelled and not timed_out
         self.transfer.settle(
@@ -134,7 +134,7 @@ class Request:
         )
 
     def _conclude_put(self, prefix: int, lost: int, timed_out: bool) -> None:
-        self.telemetry.add("flexkv_stored_blocks_total", self.new_blocks - lost)
+        self.telemetry.add("stored_blocks", self.new_blocks - lost)
         if lost and (timed_out or not self.run.cancelled):
             why = "in time" if timed_out else "(see the log)"
             blocks = len(self.run.arrived)
