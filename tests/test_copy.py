@@ -35,7 +35,8 @@ class Crew:
         return lib.fx_ticket_take(self.hub, 1)
 
     def wait(self, count: int = 1) -> list[tuple[int, int, int]]:
-        done, found = ffi.new("fx_done[]", 16), []
+        done = ffi.new("fx_done[]", 16)
+        found: list[tuple[int, int, int]] = []
         while len(found) < count:
             assert self.poll.poll(10_000), "no completion within 10 s"
             while taken := lib.fx_hub_drain(self.hub, done, 16):
@@ -103,7 +104,7 @@ class Case:
         self.stride = offset + rng.choice([0, 40])
         self.host = np.frombuffer(rng.randbytes(self.slots * self.stride), np.uint8).copy()
 
-    def arguments(self, to_device: bool) -> tuple[Any, ...]:
+    def arguments(self, to_device: bool) -> Any:
         slots, blocks = u32(self.slot_ids), u32(self.device_ids)
         host = (address(self.host), self.stride)
         return (self.planes, self.count, *host, slots, blocks, self.n, int(to_device))
@@ -159,7 +160,7 @@ def test_the_crew_copies_what_one_thread_copies(crew: Crew, to_device: bool) -> 
     tickets = []
     for case in cases:
         tickets.append(crew.ticket())
-        arguments = case.arguments(to_device)
+        arguments: Any = case.arguments(to_device)
         assert lib.fx_crew_copy(crew.crew, *arguments, tickets[-1]) == 0
         ffi.memmove(arguments[4], bytes(4 * case.n), 4 * case.n)  # arrays are copied: ours may go
         ffi.memmove(arguments[5], bytes(4 * case.n), 4 * case.n)
@@ -171,7 +172,8 @@ def test_the_crew_copies_what_one_thread_copies(crew: Crew, to_device: bool) -> 
 
 def test_nothing_to_do_completes_at_once(crew: Crew) -> None:
     ticket = crew.ticket()
-    assert lib.fx_crew_copy(crew.crew, ffi.NULL, 0, 0, 0, ffi.NULL, ffi.NULL, 0, 1, ticket) == 0
+    error = lib.fx_crew_copy(crew.crew, ffi.NULL, 0, 0, 0, ffi.NULL, ffi.NULL, 0, 1, ticket)
+    assert error == 0
     assert crew.wait() == [(ticket, 0, 0)]
 
 
@@ -216,8 +218,8 @@ def test_a_queue_that_fills_up_midway_costs_threads_only() -> None:
     places = range(0, 6 << 20, 1 << 20)
     with held(crew.crew):
         ticket = crew.ticket()
-        moves = (u64([address(array) + at for at in places]) for array in (source, target))
-        assert lib.fx_crew_move(crew.crew, *moves, 1 << 20, 6, ticket) == 0
+        sources, targets = (u64([address(a) + at for at in places]) for a in (source, target))
+        assert lib.fx_crew_move(crew.crew, sources, targets, 1 << 20, 6, ticket) == 0
     assert crew.wait() == [(ticket, 0, 0)]
     assert np.array_equal(source, target)
     crew.close()
