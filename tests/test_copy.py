@@ -161,7 +161,8 @@ def test_the_crew_copies_what_one_thread_copies(crew: Crew, to_device: bool) -> 
     for case in cases:
         tickets.append(crew.ticket())
         arguments: Any = case.arguments(to_device)
-        assert lib.fx_crew_copy(crew.crew, *arguments, tickets[-1]) == 0
+        queued: Any = (crew.crew, *arguments, tickets[-1])
+        assert lib.fx_crew_copy(*queued) == 0
         ffi.memmove(arguments[4], bytes(4 * case.n), 4 * case.n)  # arrays are copied: ours may go
         ffi.memmove(arguments[5], bytes(4 * case.n), 4 * case.n)
     done = crew.wait(len(cases))

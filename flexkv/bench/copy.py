@@ -182,7 +182,8 @@ class _Field:
             lib.fx_copy_blocks(*arguments)
             return
         ticket = lib.fx_ticket_take(self._hub, 1)
-        assert lib.fx_crew_copy(self._crew, *arguments, ticket) == 0
+        queued: Any = (self._crew, *arguments, ticket)
+        assert lib.fx_crew_copy(*queued) == 0
         done = ffi.new("fx_done[]", 1)
         while not lib.fx_hub_drain(self._hub, done, 1):
             self._poll.poll()
