@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import random
 import select
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ class Crew:
         found: list[tuple[int, int, int]] = []
         while len(found) < count:
             assert self.poll.poll(10_000), "no completion within 10 s"
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(lib.fx_hub_fd(self.hub))
             while taken := lib.fx_hub_drain(self.hub, done, 16):
                 found += [(done[i].ticket, done[i].failed, done[i].error) for i in range(taken)]
         return found

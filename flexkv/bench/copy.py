@@ -6,11 +6,12 @@ Gather and scatter of blocks by the copy engine, against the same bytes in plain
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +188,8 @@ class _Field:
         done = ffi.new("fx_done[]", 1)
         while not lib.fx_hub_drain(self._hub, done, 1):
             self._poll.poll()
+            with suppress(BlockingIOError):  # a signal may be spurious; unread, it would never end
+                os.eventfd_read(lib.fx_hub_fd(self._hub))
         assert not done[0].failed
 
     def _plain(self, to_device: bool, kind: int) -> None:
