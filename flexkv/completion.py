@@ -272,7 +272,9 @@ class Completions:
         stayed_out = list(self._open.values())
         self._open.clear()
         _abandoned.extend(keep for _, keep in stayed_out if keep is not None)
-        if not stayed_out:  # else a crew thread may be stuck for ever in the work of a lost ticket
+        if stayed_out:  # a crew thread may be stuck in the work of a lost ticket: do not join it
+            lib.fx_crew_leave(self.crew)
+        else:
             lib.fx_crew_close(self.crew)
         lib.fx_hub_close(self.hub, 0)
         if not self._loop.is_closed():

@@ -91,7 +91,7 @@ class Arena:
         self.size_bytes = len(mapping)
         self._mapping: mmap.mmap | None = mapping
         # numpy keeps the mapping exported for as long as any view lives, which is what makes
-        # `close` safe; other ways to make views (casts of ffi.from_buffer, torch.frombuffer) do not.
+        # `close` safe; casts of ffi.from_buffer and torch.frombuffer do not.
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
         self.base = int(self._bytes.__array_interface__["data"][0])
 
@@ -106,7 +106,7 @@ class Arena:
             raise ClosedError("the arena is closed; its addresses are gone")
         if not 0 <= slot < self.slots:
             raise InputError(f"slot {slot} is not in an arena of {self.slots} slots")
-        return self.base + slot * self.stride_bytes
+        return self.base + int(slot) * self.stride_bytes  # int: numpy scalars would wrap
 
     def view(self, slot: int) -> NDArray[np.uint8]:
         """Return the bytes of `slot`, shape [stride_bytes]; the view keeps the memory mapped.
@@ -212,9 +212,8 @@ def available_bytes() -> int | None:
     """
     found: list[int] = []
     with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
+        text = Path("/proc/meminfo").read_text()
+        found.append(int(text.split("MemAvailable:", 1)[1].split()[0]) * 1024)
     with suppress(OSError, ValueError, IndexError, KeyError):
         group = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].splitlines()[0]
         folder = Path("/sys/fs/cgroup") / group.lstrip("/")
@@ -272,4 +271,6 @@ def map_shared(fd: int) -> NDArray[np.uint8]:
     try:
         return np.frombuffer(mmap.mmap(fd, 0), dtype=np.uint8)
     except (OSError, ValueError) as error:
-        raise CapacityError(f"cannot map the shared memory behind descriptor {fd}: {error}") from error
+        raise CapacityError(
+            f"cannot map the shared memory behind descriptor {fd}: {error}"
+        ) from error

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import select
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +71,38 @@ def test_a_failing_job_fails_its_ticket(hub: Any) -> None:
     assert drain(hub) == [(ticket, 1, errno.ENODEV)]
 
 
-def test_threads_are_named_and_leave_signals_alone() -> None:
-    crew = lib.fx_crew_open(3, 4)
-    found = []
+def crew_threads() -> dict[str, int]:
+    """Thread id -> blocked signals, of all crew threads of this process."""
+    found = {}
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == "flexkv-crew":
-            lines = (task / "status").read_text().splitlines()
-            found.append(next(line.split()[1] for line in lines if line.startswith("SigBlk")))
+        with suppress(OSError):  # it ended while we were looking
+            if (task / "comm").read_text().strip() == "flexkv-crew":
+                lines = (task / "status").read_text().splitlines()
+                blocked = next(line.split()[1] for line in lines if line.startswith("SigBlk"))
+                found[task.name] = int(blocked, 16)
+    return found
+
+
+def test_threads_are_named_and_leave_signals_alone() -> None:
+    before = crew_threads()
+    crew = lib.fx_crew_open(3, 4)
+    found = {name: blocked for name, blocked in crew_threads().items() if name not in before}
     lib.fx_crew_close(crew)
     assert len(found) == 3
-    for blocked in found:  # HUP, INT, TERM, CHLD, USR1: bit = number - 1
-        assert all(int(blocked, 16) >> (number - 1) & 1 for number in (1, 2, 15, 17, 10))
+    for blocked in found.values():  # HUP, INT, TERM, CHLD, USR1: bit = number - 1
+        assert all(blocked >> (number - 1) & 1 for number in (1, 2, 15, 17, 10))
+    assert not found.keys() & crew_threads().keys()
+
+
+def test_a_crew_left_alone_finishes_its_work(hub: Any) -> None:
+    crew = lib.fx_crew_open(2, 64)
+    tickets = [lib.fx_ticket_take(hub, 1) for _ in range(20)]
+    for ticket in tickets:
+        lib.fx_crew_delay(crew, 1000, ticket, 0)
+    lib.fx_crew_leave(crew)
+    finished: list[int] = []
+    while len(finished) < len(tickets):
+        assert select.select([lib.fx_hub_fd(hub)], [], [], 10)[0]
+        os.eventfd_read(lib.fx_hub_fd(hub))
+        finished += [ticket for ticket, _, _ in drain(hub)]
+    assert sorted(finished) == sorted(tickets)

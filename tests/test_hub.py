@@ -96,7 +96,14 @@ def test_duplicate_and_late_completions_are_ignored_and_counted(hub: Any) -> Non
 
 def test_nonsense_tickets_are_ignored(hub: Any) -> None:
     ticket = lib.fx_ticket_take(hub, 1)
-    for number in (0, 1, ticket + (15 << 36), ticket | 0xFFFFF << 36, 2**64 - 1, ticket + (1 << 56)):
+    for number in (
+        0,
+        1,
+        ticket + (15 << 36),
+        ticket | 0xFFFFF << 36,
+        2**64 - 1,
+        ticket + (1 << 56),
+    ):
         lib.fx_complete(pointer(number))
     assert drain(hub) == []
     assert lib.fx_hub_in_flight(hub) == 1

@@ -20,10 +20,17 @@ struct fx_crew {
   pthread_cond_t filled;
   job *queue; /* a ring of `depth` jobs, the oldest at `first` */
   uint32_t depth, first, count;
-  int closing;
-  uint32_t threads;
+  int closing, left_alone;
+  uint32_t threads, ended;
   pthread_t thread[];
 };
+
+static void release(fx_crew *crew) {
+  pthread_cond_destroy(&crew->filled);
+  pthread_mutex_destroy(&crew->lock);
+  free(crew->queue);
+  free(crew);
+}
 
 static void *worker(void *argument) {
   fx_crew *crew = argument;
@@ -38,7 +45,9 @@ static void *worker(void *argument) {
     next.work(next.argument);
     pthread_mutex_lock(&crew->lock);
   }
+  int last = ++crew->ended == crew->threads && crew->left_alone;
   pthread_mutex_unlock(&crew->lock);
+  if (last) release(crew);
   return NULL;
 }
 
@@ -84,11 +93,16 @@ int fx_crew_close(fx_crew *crew) {
   pthread_cond_broadcast(&crew->filled);
   pthread_mutex_unlock(&crew->lock);
   for (uint32_t i = 0; i < crew->threads; i++) pthread_join(crew->thread[i], NULL);
-  pthread_cond_destroy(&crew->filled);
-  pthread_mutex_destroy(&crew->lock);
-  free(crew->queue);
-  free(crew);
+  release(crew);
   return 0;
+}
+
+void fx_crew_leave(fx_crew *crew) {
+  pthread_mutex_lock(&crew->lock);
+  crew->closing = crew->left_alone = 1;
+  for (uint32_t i = 0; i < crew->threads; i++) pthread_detach(crew->thread[i]);
+  pthread_cond_broadcast(&crew->filled);
+  pthread_mutex_unlock(&crew->lock);
 }
 
 int fx_crew_run(fx_crew *crew, void (*work)(void *argument), void *argument) {

@@ -7,7 +7,8 @@ typedef struct fx_crew fx_crew;
 
 fx_crew *fx_crew_open(uint32_t threads, uint32_t queue_depth); /* NULL and errno on failure */
 uint32_t fx_crew_threads(fx_crew *crew);
-int fx_crew_close(fx_crew *crew); /* runs what is queued, then joins */
+int fx_crew_close(fx_crew *crew);  /* runs what is queued, then joins */
+void fx_crew_leave(fx_crew *crew); /* the same, but waits for nobody: the last thread frees the crew */
 
 /* Queue work(argument) for any thread; the work frees its argument and completes its own ticket. From any thread.
  * Returns 0, or -EAGAIN when the queue is full (then nothing happened). */

@@ -1,7 +1,7 @@
 """Where the bytes of a block lie in an engine's KV tensors: strides and names of axes -> Region.
 
-`make_region` (tensors + spec -> Region) - `merge_planes` (fewer, longer segments for copies of whole
-blocks) - `plane_extent` (which addresses a plane reaches).
+`make_region` (tensors + spec -> Region) - `merge_planes` (fewer, longer segments for copies of
+whole blocks) - `plane_extent` (which addresses a plane reaches) - `tensor_address`.
 
 Axes are letters, one per dimension: L layer, B block, P part (K, V), N token in block, H head,
 D element, C = P and D fused (K then V), T = B and N fused (a pool of single tokens), 1 = ignored.
@@ -15,39 +15,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flexkv.backends.axes import Dims, Tensor, infer_axes, read_dims, split_axes
 from flexkv.errors import LayoutError
 from flexkv.model import KVSpec, LayerGroup
 from flexkv.protocols import Plane, Region
 
-_SPELLED = {"L": "layer", "B": "block", "P": "part", "N": "token", "H": "head", "D": "element"}
 _INTEGERS = {1: {"uint8", "int8"}, 2: {"uint16", "int16"}, 4: {"uint32", "int32"}}
 _MAX_LOOPS = 3  # of fx_plane
 _MAX_SEGMENT_BYTES = 0xFFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor as address arithmetic; strides in bytes."""
-
-    name: str
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """What one tensor holds: a layer, all layers (`layer` None), or one part of a layer."""
 
-    tensor: _Tensor
+    tensor: Tensor
     layer: int | None
     part: int | None
-
-
-# letter of L, B, P, N, H, D -> (count, stride in bytes)
-_Dims = dict[str, tuple[int, int]]
 
 
 def make_region(
@@ -72,8 +56,8 @@ def make_region(
     """
     if isinstance(kv_caches, Region):
         return kv_caches
-    parts = _flatten(kv_caches, spec, address_of or _address)
-    named = _axes_per_group(axes, spec)
+    parts = _flatten(kv_caches, spec, address_of or tensor_address)
+    named = split_axes(axes, len(spec.groups))
     planes: list[Plane] = []
     blocks: dict[int, str] = {}
     offsets = spec.layer_offsets()
@@ -85,8 +69,8 @@ def make_region(
         where = spec.groups.index(group)
         found = named[where]
         if found is None:  # the first tensor of a group decides, the others must follow
-            found = named[where] = _infer_axes(item.tensor, sizes)
-        dims = _read_dims(item.tensor, found, sizes)
+            found = named[where] = infer_axes(item.tensor, sizes)
+        dims = read_dims(item.tensor, found, sizes)
         blocks.setdefault(dims["B"][0], item.tensor.name)
         for layer in range(spec.layers) if item.layer is None else (item.layer,):
             shift = dims["L"][1] * layer if item.layer is None else 0
@@ -166,7 +150,7 @@ def _flatten(kv_caches: Any, spec: KVSpec, address_of: Callable[[Any], int]) -> 
     return parts
 
 
-def _describe(name: str, tensor: Any, address_of: Callable[[Any], int]) -> _Tensor:
+def _describe(name: str, tensor: Any, address_of: Callable[[Any], int]) -> Tensor:
     address = address_of(tensor)
     shape = tuple(int(count) for count in tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -180,10 +164,15 @@ def _describe(name: str, tensor: Any, address_of: Callable[[Any], int]) -> _Tens
         strides = tuple(int(stride) for stride in tensor.strides)
     if not all(shape):
         raise LayoutError(f"{name} of shape {shape} is empty")
-    return _Tensor(name, address, shape, strides, itemsize, dtype)
+    return Tensor(name, address, shape, strides, itemsize, dtype)
 
 
-def _address(tensor: Any) -> int:
+def tensor_address(tensor: Any) -> int:
+    """Return the address of a torch tensor or an array.
+
+    Raises:
+        LayoutError: it is neither.
+    """
     if hasattr(tensor, "data_ptr"):
         return int(tensor.data_ptr())
     if hasattr(tensor, "__array_interface__"):
@@ -191,8 +180,8 @@ def _address(tensor: Any) -> int:
     raise LayoutError(f"a {type(tensor).__name__} is no tensor: it has no address")
 
 
-def _check_dtype(tensor: _Tensor, group: LayerGroup) -> None:
-    """Accept the spec's dtype, and integers of its size: bytes are what moves (numpy has no bf16)."""
+def _check_dtype(tensor: Tensor, group: LayerGroup) -> None:
+    """Accept the spec's dtype and integers of its size: bytes move, and numpy has no bfloat16."""
     size = group.itemsize_bytes
     if tensor.itemsize == size and tensor.dtype in {group.dtype, *_INTEGERS[size]}:
         return
@@ -202,9 +191,11 @@ def _check_dtype(tensor: _Tensor, group: LayerGroup) -> None:
     )
 
 
-def _check_overlap(tensor: _Tensor) -> None:
+def _check_overlap(tensor: Tensor) -> None:
     reach = tensor.itemsize
-    for stride, count in sorted((abs(s), c) for s, c in zip(tensor.strides, tensor.shape, strict=True)):
+    for stride, count in sorted(
+        (abs(s), c) for s, c in zip(tensor.strides, tensor.shape, strict=True)
+    ):
         if count == 1:
             continue
         if stride < reach:
@@ -213,37 +204,6 @@ def _check_overlap(tensor: _Tensor) -> None:
                 "itself (expanded?); blocks need memory of their own"
             )
         reach += stride * (count - 1)
-
-
-# --- axes
-
-
-def _axes_per_group(axes: str | None, spec: KVSpec) -> list[str | None]:
-    if axes is None:
-        return [None] * len(spec.groups)
-    named: list[str | None] = [text.strip().upper() for text in axes.split(",")]
-    if len(named) == 1:
-        named *= len(spec.groups)
-    if len(named) != len(spec.groups):
-        raise LayoutError(
-            f"axes {axes!r} names {len(named)} layouts for {len(spec.groups)} layer groups"
-        )
-    for text in named:
-        assert text is not None
-        letters = text.replace("1", "")
-        wrong = (
-            set(letters) - set("LBPNHDCT")
-            or len(set(letters)) != len(letters)
-            or ("B" in letters) == ("T" in letters)
-            or ("T" in letters and "N" in letters)
-            or ("C" in letters and ("P" in letters or "D" in letters))
-        )
-        if wrong:
-            raise LayoutError(
-                f"axes {text!r}: use each of L B P N H D at most once, with B (or T for B and N "
-                "fused), C for P and D fused, 1 for a dimension to ignore"
-            )
-    return named
 
 
 def _sizes(spec: KVSpec, group: LayerGroup, item: _Part) -> dict[str, int]:
@@ -259,86 +219,11 @@ def _sizes(spec: KVSpec, group: LayerGroup, item: _Part) -> dict[str, int]:
     }
 
 
-def _read_dims(tensor: _Tensor, axes: str, sizes: dict[str, int]) -> _Dims:
-    """Pair letters with dimensions, split the fused ones, check sizes."""
-    if len(axes) != len(tensor.shape):
-        raise LayoutError(
-            f"{tensor.name} of shape {tensor.shape} has {len(tensor.shape)} dimensions, axes "
-            f"{axes!r} name {len(axes)}"
-        )
-    dims: _Dims = {}
-    for letter, count, stride in zip(axes, tensor.shape, tensor.strides, strict=True):
-        wanted = 1 if letter == "1" else sizes.get(letter, count)
-        if count != wanted:
-            raise LayoutError(
-                f"{tensor.name} of shape {tensor.shape}: axis {letter} of {axes!r} has size "
-                f"{count}, the KVSpec says {wanted}"
-            )
-        if letter == "T":
-            tokens = sizes["N"]
-            if count < tokens:
-                raise LayoutError(f"{tensor.name}: {count} tokens are less than a block of {tokens}")
-            dims["B"] = (count // tokens, tokens * stride)
-            dims["N"] = (tokens, stride)
-        elif letter == "C":
-            dims["P"] = (sizes["P"], sizes["D"] * stride)
-            dims["D"] = (sizes["D"], stride)
-        elif letter != "1":
-            dims[letter] = (count, stride)
-    for letter, spelled in _SPELLED.items():
-        if letter not in dims and sizes.get(letter, 1) > 1:
-            raise LayoutError(
-                f"{tensor.name} of shape {tensor.shape}: axes {axes!r} lack {letter} ({spelled}), "
-                f"of which there are {sizes[letter]}"
-            )
-        dims.setdefault(letter, (1, 0))
-    return dims
-
-
-def _infer_axes(tensor: _Tensor, sizes: dict[str, int]) -> str:
-    """Return the only reading of the tensor's dimensions that the sizes allow."""
-    readings: dict[tuple[Any, ...], str] = {}
-    for axes in _candidates(tensor.shape, sizes, ""):
-        dims = _read_dims(tensor, axes, sizes)
-        effect = tuple(dims[letter] if dims[letter][0] > 1 else None for letter in _SPELLED)
-        readings.setdefault(effect, axes)  # letters of size 1 may trade places: same bytes
-    wanted = {letter: sizes[letter] for letter in "LPNHD" if sizes[letter] > 1}
-    if not readings:
-        raise LayoutError(
-            f"{tensor.name} of shape {tensor.shape} does not match the KVSpec (a dimension for "
-            f"blocks and {wanted}, P and D possibly fused); check the spec or declare axes"
-        )
-    if len(readings) > 1:
-        several = ", ".join(sorted(readings.values()))
-        raise LayoutError(
-            f"{tensor.name} of shape {tensor.shape} can be read as {several}; declare axes"
-        )
-    return next(iter(readings.values()))
-
-
-def _candidates(shape: tuple[int, ...], sizes: dict[str, int], taken: str) -> Iterator[str]:
-    if len(taken) == len(shape):
-        have = set(taken) | ({"B", "N"} if "T" in taken else set())
-        have |= {"P", "D"} if "C" in taken else set()
-        if "B" in have and all(letter in have or sizes[letter] == 1 for letter in "LPNHD"):
-            yield taken
-        return
-    count = shape[len(taken)]
-    options = [letter for letter in "LPNHD" if sizes[letter] == count]
-    options += ["C"] if sizes["P"] > 1 and sizes["C"] == count else []
-    options += ["B", "T"] if sizes["N"] > 1 and count >= sizes["N"] else ["B"]
-    options += ["1"] if count == 1 else []
-    clashes = {"C": "CPD", "P": "PC", "D": "DC", "T": "TBN", "B": "BT", "N": "NT", "1": ""}
-    for letter in options:
-        if not set(clashes.get(letter, letter)) & set(taken):
-            yield from _candidates(shape, sizes, taken + letter)
-
-
 # --- planes
 
 
 def _layer_planes(
-    item: _Part, layer: int, shift: int, dims: _Dims, spec: KVSpec, offset: int
+    item: _Part, layer: int, shift: int, dims: Dims, spec: KVSpec, offset: int
 ) -> Iterator[Plane]:
     """Cut one layer into planes: as few loops and as long segments as both sides allow.
 
@@ -361,7 +246,9 @@ def _layer_planes(
     if loops and loops[-1][1:] == (segment, segment):
         segment *= loops.pop()[0]
     if segment > _MAX_SEGMENT_BYTES:
-        raise LayoutError(f"{item.tensor.name}: a segment of {segment} bytes is too long for a copy")
+        raise LayoutError(
+            f"{item.tensor.name}: a segment of {segment} bytes is too long for a copy"
+        )
     dense, inner = segment, len(loops)
     while inner and len(loops) - inner < _MAX_LOOPS and loops[inner - 1][2] == dense:
         inner -= 1

@@ -1,0 +1,336 @@
+"""Configuration: keywords win over a file, the file over `FLEXKV_*` variables, those over defaults.
+
+`FlexKVConfig` (the settings; the only reader of the environment) - `FlexKVConfig.load` (from a
+file) - `identity`, `host_slots`, `disk_slots` (what follows from them for a KVSpec) - `policy_of`,
+`policy_settings`, `backend_settings` (what plug-ins are opened with). Upstream's names are accepted
+too, see compat.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from flexkv.compat import parse_size, to_dirs, to_mapping, to_spec, translate
+from flexkv.errors import ConfigError
+from flexkv.model import Identity, KVSpec
+
+PREFIX = "FLEXKV_"
+_MACHINERY = {"flexkv", "pydantic", "pydantic_settings"}
+
+
+class ConfigWarning(UserWarning):
+    """A setting was accepted but does nothing here; the message says why."""
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Spec = Annotated[KVSpec | None, PlainValidator(to_spec)]
+Directories = Annotated[tuple[Path, ...], BeforeValidator(to_dirs)]
+Options = Annotated[dict[str, Any], BeforeValidator(to_mapping)]
+
+
+def _warn(message: str) -> None:
+    """Warn at the line that asked for the configuration, however deep the machinery above it is."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in _MACHINERY:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, ConfigWarning, stacklevel=depth + 1)
+
+
+class _Source(PydanticBaseSettingsSource):
+    """One source of settings, already translated to our names."""
+
+    def __init__(
+        self, settings_cls: type[BaseSettings], given: Mapping[str, Any], origin: str
+    ) -> None:
+        super().__init__(settings_cls)
+        self.values, dead = translate(given, settings_cls.model_fields.keys(), origin)
+        for name, reason in dead.items():
+            _warn(f"{origin}: {name!r} has no effect: {reason}")
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return self.values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self.values
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIX) and value != ""
+    }
+
+
+def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(str(path)).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is neither YAML nor JSON: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigError(
+            f"{path} must hold one mapping of settings, such as 'host_cache_bytes: 32GiB'"
+        )
+    return content
+
+
+def _explain(error: ValidationError) -> str:
+    """One line per wrong setting: which, its value, what is expected."""
+    lines = []
+    for item in error.errors(include_url=False):
+        message = item["msg"].removeprefix("Value error, ")
+        where = ".".join(str(part) for part in item["loc"])
+        got = repr(item["input"])
+        shown = where and item["loc"][0] != "key_secret" and got not in message
+        lines.append((f"{where}: " if where else "") + message + (f" (got {got})" if shown else ""))
+    return "; ".join(lines)
+
+
+class FlexKVConfig(BaseSettings):
+    """Settings of a KVManager. Every limit has a unit in its name and a default.
+
+    Keywords win over the file (`config_path`, or FLEXKV_CONFIG_PATH), the file over FLEXKV_*
+    variables, those over the defaults. Sizes are bytes or text ("32GiB"). Instances are frozen.
+
+    Raises:
+        ConfigError: a setting is unknown, malformed, or contradicts another.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=()
+    )
+
+    config_path: Path | None = Field(None, description="YAML or JSON file to read settings from")
+
+    # What the bytes are
+    model: str = Field("", description="name of the model; the disk tier needs it")
+    revision: str = Field("", description="revision of the weights")
+    spec: Spec = Field(None, description="what a block holds; may come later, with register()")
+    tokens_per_block: int = Field(16, ge=1, le=4096, description="tokens of one block")
+    rank: str = Field("tp0/1,pp0/1", description="parallel rank and size whose share is cached")
+    key_hash: Literal["xxh3", "sha256"] = Field("xxh3", description="hash that makes block keys")
+    key_secret: SecretStr = Field(
+        SecretStr(""), description="secret of this deployment mixed into keys; never printed"
+    )
+
+    # Host tier
+    host_cache_bytes: Size = Field(2**30, gt=0, description="memory of the host tier")
+    huge_pages: bool = Field(True, description="ask for huge pages; falls back to small ones")
+    prefault: bool = Field(True, description="touch the host tier at start, not at first use")
+
+    # Disk tier
+    disk_cache_bytes: Size = Field(0, ge=0, description="space of the disk tier; 0 = no disk tier")
+    disk_dirs: Directories = Field(
+        (Path("flexkv_ssd"),), min_length=1, description="directories to stripe over, ';' between"
+    )
+    disk_backend: str = Field("disk", description="plug-in that stores the disk tier")
+    disk_engine: Literal["auto", "io_uring", "threads"] = Field(
+        "auto", description="how the disk tier does I/O; auto = io_uring where allowed"
+    )
+    disk_queue_depth: int = Field(128, ge=1, le=4096, description="I/Os in the kernel at once")
+    disk_bytes_in_flight: Size = Field(2**26, gt=0, description="bytes of disk I/O at once")
+    disk_threads: int = Field(8, ge=1, le=64, description="threads of the thread engine")
+    disk_options: Options = Field({}, description="further options of the disk plug-in")
+    on_mismatch: Literal["error", "clear"] = Field(
+        "error", description="a directory of another model or format: refuse, or empty it"
+    )
+    max_read_failures: int = Field(
+        3, ge=1, description="failed read batches in a row before the disk tier is switched off"
+    )
+    spill: Literal["through", "on_evict", "never"] = Field(
+        "through", description="when blocks go from host to disk"
+    )
+    spill_queue_blocks: int = Field(
+        4096, ge=1, description="blocks waiting to be spilled; more are dropped"
+    )
+
+    # Eviction
+    eviction_policy: str = Field("lru", description="policy of every tier")
+    host_policy: str | None = Field(None, description="policy of the host tier, if another")
+    disk_policy: str | None = Field(None, description="policy of the disk tier, if another")
+    evict_ratio: float = Field(
+        0.05, ge=0, le=1, description="least share of a tier evicted at once"
+    )
+    evict_start_threshold: float = Field(
+        1.0, gt=0, le=1, description="share of a tier in use from which eviction starts"
+    )
+    hit_reward_seconds: float = Field(
+        0.0, ge=0, description="lru: seconds a hit adds to a block's age limit"
+    )
+    slru_protected_threshold: int = Field(2, ge=1, description="slru: hits that protect a block")
+    policy_options: Options = Field({}, description="further options of the policies")
+
+    # Device
+    device: str = Field("cpu", description="plug-in of the device that holds the engine's KV")
+    device_options: Options = Field({}, description="options of the device plug-in")
+    device_bytes_in_flight: Size = Field(
+        2**28, gt=0, description="bytes of device copies per direction at once"
+    )
+    enable_gds: bool = Field(
+        False, description="read from disk to device directly (not in this build)"
+    )
+
+    # Transfers and limits
+    chunk_bytes: Size = Field(2**24, gt=0, description="piece of a long get that moves as one")
+    staging_bytes: Size = Field(
+        2**28, gt=0, description="host memory that reads from disk may hold at once"
+    )
+    max_in_flight_gets: int = Field(256, ge=1, description="gets at once; more wait")
+    max_in_flight_puts: int = Field(256, ge=1, description="puts at once; more wait")
+    max_in_flight_prefetches: int = Field(
+        64, ge=1, description="prefetches at once; more are dropped"
+    )
+    max_queued_requests: int = Field(
+        4096, ge=1, description="requests waiting for their turn; more are refused"
+    )
+    plan_ttl_ms: int = Field(10_000, ge=1, description="life of a plan that is not launched")
+    transfer_timeout_ms: int = Field(30_000, ge=1, description="deadline of a transfer")
+    close_timeout_ms: int = Field(10_000, ge=1, description="how long closing waits for transfers")
+    tickets: int = Field(4096, ge=16, description="batches of hardware work in flight")
+    crew_threads: int = Field(
+        0, ge=0, le=64, description="copy threads; 0 = one per core, at most 4"
+    )
+    crew_queue: int = Field(4096, ge=1, description="pieces of work waiting for copy threads")
+    inline_copy_bytes: Size = Field(
+        2**20, ge=0, description="copies up to this size run on the loop itself"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from error
+        if self.enable_gds:
+            _warn("enable_gds: GPU-direct storage is not in this build; blocks go through the host")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Put our three sources in the place of pydantic's."""
+        keywords = _Source(settings_cls, init_settings(), "keyword")
+        environment = _Source(settings_cls, _environment(), "environment")
+        path = keywords.values.get("config_path") or environment.values.get("config_path")
+        file = _Source(settings_cls, _read_file(path), str(path)) if path else None
+        return (keywords, file, environment) if file else (keywords, environment)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_block_size(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Let spec and tokens_per_block speak of the same blocks, whichever of them is given."""
+        spec, tokens = values.get("spec"), values.get("tokens_per_block")
+        spec = to_mapping(spec)
+        stated = tokens is not None and str(tokens).isdigit()  # anything else: the field complains
+        if isinstance(spec, Mapping) and stated:
+            spec = {"tokens_per_block": int(str(tokens)), **spec}
+        spec = to_spec(spec)
+        if spec is None or (tokens is not None and not stated):
+            return values
+        if stated and int(str(tokens)) != spec.tokens_per_block:
+            raise ValueError(
+                f"tokens_per_block is {tokens}, but spec says {spec.tokens_per_block}; set one"
+            )
+        return {**values, "spec": spec, "tokens_per_block": spec.tokens_per_block}
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        if len(set(self.disk_dirs)) != len(self.disk_dirs):
+            raise ValueError("disk_dirs names a directory twice")
+        return self
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None, **overrides: Any) -> Self:
+        """Read a YAML or JSON file (FLEXKV_CONFIG_PATH if `path` is None); `overrides` win."""
+        return cls(**({} if path is None else {"config_path": Path(path)}), **overrides)
+
+    def identity(self, spec: KVSpec) -> Identity:
+        """Return what makes cached bytes interchangeable under these settings.
+
+        Raises:
+            ConfigError: `spec` is not the configured one, or a disk tier has no model name to tell
+                caches apart.
+        """
+        if self.spec is not None and self.spec != spec:
+            raise ConfigError(f"the configuration says {self.spec}, but the device holds {spec}")
+        if self.disk_cache_bytes and not self.model:
+            raise ConfigError(
+                "set model (and revision): the disk tier outlives the process and must know them"
+            )
+        return Identity(self.model, self.revision, spec, self.rank, key_hash=self.key_hash)
+
+    def host_slots(self, spec: KVSpec) -> int:
+        """Return how many blocks fit into the host tier; ConfigError if none does."""
+        return self._slots("host_cache_bytes", self.host_cache_bytes, spec)
+
+    def disk_slots(self, spec: KVSpec) -> int:
+        """Return how many blocks fit into the disk tier (0: no tier); ConfigError if too small."""
+        return (
+            self._slots("disk_cache_bytes", self.disk_cache_bytes, spec)
+            if self.disk_cache_bytes
+            else 0
+        )
+
+    @staticmethod
+    def _slots(name: str, size_bytes: int, spec: KVSpec) -> int:
+        if size_bytes < spec.stride_bytes:
+            raise ConfigError(
+                f"{name} is {size_bytes}, but one block takes {spec.stride_bytes} bytes"
+            )
+        return size_bytes // spec.stride_bytes
+
+    def policy_of(self, tier: str) -> str:
+        """Return the name of the eviction policy of a tier."""
+        return {"host": self.host_policy, "disk": self.disk_policy}.get(
+            tier
+        ) or self.eviction_policy
+
+    def policy_settings(self) -> dict[str, Any]:
+        """Return what policies are opened with."""
+        return {
+            "hit_reward_seconds": self.hit_reward_seconds,
+            "slru_protected_threshold": self.slru_protected_threshold,
+            **self.policy_options,
+        }
+
+    def backend_settings(self, place: Literal["device", "disk"]) -> dict[str, Any]:
+        """Return what the device or the disk plug-in is opened with."""
+        if place == "device":
+            return {"inline_copy_bytes": self.inline_copy_bytes, **self.device_options}
+        return {
+            "dirs": self.disk_dirs,
+            "engine": self.disk_engine,
+            "queue_depth": self.disk_queue_depth,
+            "bytes_in_flight": self.disk_bytes_in_flight,
+            "threads": self.disk_threads,
+            "on_mismatch": self.on_mismatch,
+            **self.disk_options,
+        }
+
+    def secret_bytes(self) -> bytes:
+        """Return the deployment's secret for the Keyring; empty if none is set."""
+        return self.key_secret.get_secret_value().encode()

@@ -1,0 +1,151 @@
+"""The test rig: a small cache, numpy device memory, blocks whose bytes tell what they are.
+
+`Rig.open`, `Rig.put`, `Rig.get`, `check_idle`; `pattern` (the bytes of a block). Block = 4 tokens, host 8 blocks,
+disk 32 blocks unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import FlexKVConfig, GetResult, KVManager, KVSpec
+from flexkv.transfer import Transfer
+
+TOKENS_PER_BLOCK = 4
+LAYERS, HEADS, HEAD_SIZE = 2, 2, 64  # one block = 2 layers x 2 parts x 4 tokens x 2 heads x 64 x 2 B = 4 KiB
+SPEC = KVSpec.uniform(LAYERS, HEADS, HEAD_SIZE, "float16", tokens_per_block=TOKENS_PER_BLOCK)
+STRIDE = SPEC.stride_bytes
+
+
+def pattern(tokens: Sequence[int], block: int, namespace: Any = None) -> NDArray[np.uint8]:
+    """The bytes that block `block` of this prompt must hold: a function of the whole prefix."""
+    prefix = np.asarray(tokens[: (block + 1) * TOKENS_PER_BLOCK], np.int64).tobytes()
+    seed = hashlib.sha256(prefix + repr(tuple(namespace or ())).encode()).digest()
+    return np.random.default_rng(list(seed)).integers(0, 255, SPEC.block_bytes, np.uint8, endpoint=True)
+
+
+def prompt(name: int, blocks: int, *, shared: Sequence[int] = ()) -> list[int]:
+    """Tokens of `blocks` blocks that are private to `name`, behind a shared prefix."""
+    return [*shared, *(name * 1000 + i for i in range(blocks * TOKENS_PER_BLOCK - len(shared)))]
+
+
+class Device:
+    """Engine memory: per layer an array [part, block, token, head, element], as uint16 in the place of fp16."""
+
+    def __init__(self, blocks: int = 64) -> None:
+        shape = (2, blocks, TOKENS_PER_BLOCK, HEADS, HEAD_SIZE)
+        self.blocks = blocks
+        self.caches = {f"layer.{i}": np.zeros(shape, np.uint16) for i in range(LAYERS)}
+
+    def write(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Fill a block with `content` in host order."""
+        parts = content.view(np.uint16).reshape(LAYERS, 2, TOKENS_PER_BLOCK, HEADS, HEAD_SIZE)
+        for layer, cache in enumerate(self.caches.values()):
+            cache[:, block] = parts[layer]
+
+    def read(self, block: int) -> NDArray[np.uint8]:
+        """A block's bytes in host order."""
+        return np.stack([cache[:, block] for cache in self.caches.values()]).view(np.uint8).reshape(-1)
+
+    def wipe(self, value: int = 0xDEAD) -> None:
+        """Fill everything with a sentinel."""
+        for cache in self.caches.values():
+            cache[:] = value
+
+
+def slots_of(blocks: Sequence[int]) -> list[int]:
+    """Token slots of device blocks."""
+    return [b * TOKENS_PER_BLOCK + i for b in blocks for i in range(TOKENS_PER_BLOCK)]
+
+
+class Rig:
+    """A manager with its device and the bookkeeping that tests need."""
+
+    def __init__(self, kv: KVManager, device: Device) -> None:
+        self.kv, self.device = kv, device
+        kv.register(device.caches, axes="PBNHD")
+
+    def start_put(self, tokens: Sequence[int], namespace: Any = None, first: int = 0) -> Transfer:
+        """Write a prompt's blocks to device blocks first.. and start a put of them."""
+        count = len(tokens) // TOKENS_PER_BLOCK
+        for i in range(count):
+            self.device.write(first + i, pattern(tokens, i, namespace))
+        mapping = slots_of(range(first, first + count))
+        return self.kv.put_async(tokens, mapping, namespace=namespace)
+
+    async def put(self, tokens: Sequence[int], namespace: Any = None, *, durable: bool = True) -> None:
+        """Put a prompt; with `durable`, wait until the lowest tier has it."""
+        transfer = self.start_put(tokens, namespace)
+        await transfer
+        if durable:
+            await transfer.durable()
+
+    async def get(
+        self, tokens: Sequence[int], namespace: Any = None, *, blocks: Sequence[int] | None = None
+    ) -> GetResult:
+        """Get a prompt into wiped device blocks; check that every loaded block holds the right bytes and that no
+        other block was touched."""
+        count = len(tokens) // TOKENS_PER_BLOCK
+        targets = list(range(count)) if blocks is None else list(blocks)
+        self.device.wipe()
+        result: GetResult = await self.kv.get_async(tokens, slots_of(targets), namespace=namespace)
+        self.check(tokens, result, targets, namespace)
+        return result
+
+    def check(
+        self, tokens: Sequence[int], result: GetResult, targets: Sequence[int], namespace: Any = None
+    ) -> None:
+        """Check every loaded block against its pattern, and that unrelated device blocks are untouched."""
+        loaded = result.loaded // TOKENS_PER_BLOCK
+        for i, block in enumerate(targets[:loaded]):
+            assert np.array_equal(self.device.read(block), pattern(tokens, i, namespace)), f"block {i} is wrong"
+        sentinel = np.full(SPEC.block_bytes // 2, 0xDEAD, np.uint16).view(np.uint8)
+        for block in set(range(self.device.blocks)) - set(targets):
+            assert np.array_equal(self.device.read(block), sentinel), f"device block {block} was touched"
+
+    async def check_idle(self) -> None:
+        """Nothing is pinned, planned, in flight or out of the books."""
+        await self.kv.flush()
+        check_books(self.kv)
+
+
+def check_books(kv: KVManager) -> None:
+    """used + free = capacity in every tier, no pins, plans, transfers or tickets."""
+    usage = kv.usage()
+    manager = usage.pop("manager")
+    idle = {name: manager[name] for name in ("plans", "transfers", "pinned", "tickets", "spilling")}
+    assert idle == dict.fromkeys(idle, 0)
+    for name, tier in usage.items():
+        assert tier["readable"] + tier["free"] == tier["capacity"], (name, tier)
+    kv._stack.index.check_integrity()
+
+
+@asynccontextmanager
+async def open_rig(
+    path: Path | None = None, *, host: int = 8, disk: int = 32, dirs: int = 1, device: int = 64, **settings: Any
+) -> AsyncIterator[Rig]:
+    """Open a manager on `path` (no disk tier without one), and check its books when the test is through."""
+    config: dict[str, Any] = {
+        "model": "test-model",
+        "spec": SPEC,
+        "host_cache_bytes": host * STRIDE,
+        "huge_pages": False,
+        "staging_bytes": 4 * STRIDE,
+        "chunk_bytes": 2 * STRIDE,
+        "evict_ratio": 0.0,
+        "evict_start_threshold": 1.0,
+        "close_timeout_ms": 5000,
+    }
+    if path is not None:
+        config |= {"disk_cache_bytes": disk * STRIDE, "disk_dirs": [path / f"d{i}" for i in range(dirs)]}
+    async with KVManager(FlexKVConfig.load(**(config | settings))) as kv:
+        rig = Rig(kv, Device(device))
+        yield rig
+        await rig.check_idle()
