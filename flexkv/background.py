@@ -1,7 +1,8 @@
 """Work that nobody waits for: spilling blocks to lower tiers, and making stores forget.
 
-`Spiller.offer`, `Spiller.run` (a bounded loop in the manager's task group), `Spiller.drained`, `Spiller.pending`;
-`Discarder.run`, `Discarder.drained`. Spill is best effort: under load the oldest offers are dropped and counted.
+`Spiller.offer`, `Spiller.run` (a bounded loop in the manager's task group), `Spiller.drained`,
+`Spiller.pending`; `Discarder.run`, `Discarder.drained`. Spill is best effort: under load the oldest
+offers are dropped and counted.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Spiller:
         self.workers = batches_in_flight
         self._queue: deque[tuple[BlockIds, KeyArray]] = deque()
         self._queued_blocks = 0
-        self._pending = np.zeros(planner.ledger.max_blocks, np.int32)  # offers of a block not yet dealt with
+        self._pending = np.zeros(
+            planner.ledger.max_blocks, np.int32
+        )  # offers of a block not yet dealt with
         self._active = 0
         self._work = Signal()
         self.progress = Signal()
@@ -66,7 +69,7 @@ class Spiller:
         return self._queued_blocks
 
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
-        """Queue blocks for the lower tiers; when the queue is full the oldest leave it unwritten."""
+        """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
         self._queue.append((blocks, keys))
         self._queued_blocks += len(blocks)
         self._pending[blocks] += 1
@@ -93,7 +96,9 @@ class Spiller:
         self.progress.raise_()
 
     async def run(self) -> None:
-        """Serve the queue until cancelled. Run `workers` of these to keep the device busy between batches."""
+        """Serve the queue until cancelled. Run `workers` of these to keep the device busy between
+        batches.
+        """
         while True:
             while not self._queue:
                 await self._work.wait()
@@ -160,7 +165,9 @@ class Discarder:
         failed = statuses != IOStatus.LANDED
         if failed.any():
             # the record may survive on the medium; its checksum still guards every later read
-            log.warning("discard.failed", tier=discard.tier.name, blocks=int(np.count_nonzero(failed)))
+            log.warning(
+                "discard.failed", tier=discard.tier.name, blocks=int(np.count_nonzero(failed))
+            )
         discard.tier.give(discard.slots)
 
     async def drained(self) -> None:

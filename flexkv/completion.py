@@ -2,7 +2,7 @@
 
 `Completions.ticket` takes a ticket that C code, the kernel or a device completes; `await ticket`
 says what became of it - `fail` (work that could not be queued) - `attach`, `detach`,
-`request_flush`, `request_drain` (io_uring rings) - `now` - `aclose`, `close_now`.
+`request_flush`, `request_drain` (io_uring rings) - `now`, `call_later` - `aclose`, `close_now`.
 
 Awaiting a ticket is only listening: cancelling an awaiter releases neither the ticket nor what it
 keeps alive.
@@ -17,8 +17,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Generator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexkv._core import ffi, lib
 from flexkv.errors import CapacityError, ClosedError, FlexKVError, InputError
@@ -170,6 +170,12 @@ class Completions:
     def now(self) -> float:
         """The loop's time in seconds."""
         return self._loop.time()
+
+    def call_later(
+        self, delay_s: float, callback: Callable[..., object], *arguments: Any
+    ) -> asyncio.TimerHandle:
+        """Call back on the loop after `delay_s` seconds; the handle has `cancel()`."""
+        return self._loop.call_later(delay_s, callback, *arguments)
 
     # --- rings
 

@@ -147,8 +147,8 @@ class FlexKVConfig(BaseSettings):
     disk_engine: Literal["auto", "io_uring", "threads"] = Field(
         "auto", description="how the disk tier does I/O; auto = io_uring where allowed"
     )
-    disk_queue_depth: int = Field(128, ge=1, le=4096, description="I/Os in the kernel at once")
-    disk_bytes_in_flight: Size = Field(2**26, gt=0, description="bytes of disk I/O at once")
+    disk_queue_depth: int = Field(64, ge=1, le=4096, description="I/Os in the kernel at once")
+    disk_bytes_in_flight: Size = Field(2**25, gt=0, description="bytes of disk I/O at once")
     disk_threads: int = Field(8, ge=1, le=64, description="threads of the thread engine")
     disk_options: Options = Field({}, description="further options of the disk plug-in")
     on_mismatch: Literal["error", "clear"] = Field(
@@ -320,12 +320,12 @@ class FlexKVConfig(BaseSettings):
     def backend_settings(self, place: Literal["device", "disk"]) -> dict[str, Any]:
         """Return what the device or the disk plug-in is opened with."""
         if place == "device":
-            return {"inline_copy_bytes": self.inline_copy_bytes, **self.device_options}
+            return {"inline_bytes": self.inline_copy_bytes, **self.device_options}
         return {
-            "dirs": self.disk_dirs,
+            "directories": self.disk_dirs,
             "engine": self.disk_engine,
             "queue_depth": self.disk_queue_depth,
-            "bytes_in_flight": self.disk_bytes_in_flight,
+            "in_flight_bytes": self.disk_bytes_in_flight,
             "threads": self.disk_threads,
             "on_mismatch": self.on_mismatch,
             **self.disk_options,

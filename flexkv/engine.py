@@ -1,8 +1,10 @@
-"""The body's core: runs transfer graphs, one coroutine per op, each awaiting its batch of hardware work.
+"""The body's core: runs transfer graphs, one coroutine per op, each awaiting its batch of hardware
+work.
 
-`Engine.start` (enter a graph, so that others can join its landings), `Engine.run` (run it to its end), `Run.cancel`
-(drop ops not yet started). The engine knows backends only by their protocols and never the index: what an op
-achieved goes to the `commit` callback. A backend that raises has failed its blocks, nothing more.
+`Engine.start` (enter a graph, so that others can join its landings), `Engine.run` (run it to its
+end), `Run.cancel` (drop ops not yet started). The engine knows backends only by their protocols and
+never the index: what an op achieved goes to the `commit` callback. A backend that raises has failed
+its blocks, nothing more.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from flexkv.completion import Completions
 from flexkv.lanes import Lane
 from flexkv.model import DEVICE, HOST, BoolArray, Copy, IOStatus, SlotIds, Statuses, TransferGraph
 from flexkv.pool import SlotPool
-from flexkv.protocols import BlockCopy, BlockIO, DeviceBackend, DirectStorage, Region, StorageBackend
+from flexkv.protocols import (
+    BlockCopy,
+    BlockIO,
+    DeviceBackend,
+    DirectStorage,
+    Region,
+    StorageBackend,
+)
 from flexkv.telemetry import Telemetry, log
 
 Positions: TypeAlias = NDArray[np.int64]
@@ -78,7 +87,9 @@ class Engine:
         self._staging, self._first_staging_slot = staging, first_staging_slot
         self._staging_lane = Lane("staging", staging.capacity)
         places = [(DEVICE, HOST), (HOST, DEVICE)]
-        places += [pair for store in stores for pair in ((store, HOST), (HOST, store), (store, DEVICE))]
+        places += [
+            pair for store in stores for pair in ((store, HOST), (HOST, store), (store, DEVICE))
+        ]
         self.lanes = {pair: Lane(f"{pair[0]}->{pair[1]}", lane_bytes) for pair in places}
         self._landings: dict[int, _Op] = {}
 
@@ -94,7 +105,9 @@ class Engine:
         return Run(graph, ops, region)
 
     async def run(self, run: Run) -> None:
-        """Run all ops of a graph; return when none can move a byte any more. Ops start in order, a few at a time."""
+        """Run all ops of a graph; return when none can move a byte any more. Ops start in order, a
+        few at a time.
+        """
         if len(run.ops) <= 1:
             for op in run.ops:
                 await self._run_op(run, op)
@@ -110,7 +123,7 @@ class Engine:
                 group.start_soon(work)
 
     async def _run_op(self, run: Run, op: _Op) -> None:
-        """Wait for what the op needs, move its blocks slice by slice, tell those who wait for it."""
+        """Wait for what the op needs, move its blocks in slices, tell those who wait for it."""
         copy = op.copy
         landed: list[SlotIds] = []
         try:
@@ -137,7 +150,9 @@ class Engine:
         run.alive[op.copy.positions[bad]] = False
 
     async def _run_slice(self, run: Run, copy: Copy, part: slice) -> Statuses:
-        """Move one slice of an op and book it; positions that failed earlier, and cancelled ones, are skipped."""
+        """Move one slice of an op and book it; positions that failed earlier, and cancelled ones,
+        are skipped.
+        """
         positions = copy.positions[part]
         statuses = np.full(len(positions), IOStatus.SKIPPED, np.uint8)
         lane = self.lanes[copy.source.place, copy.target.place]
@@ -147,7 +162,9 @@ class Engine:
             if run.cancelled:
                 wanted[:] = False
             if wanted.all():
-                statuses = await self._move(run, copy, positions, copy.source.ids[part], copy.target.ids[part])
+                statuses = await self._move(
+                    run, copy, positions, copy.source.ids[part], copy.target.ids[part]
+                )
             elif wanted.any():
                 sources, targets = copy.source.ids[part][wanted], copy.target.ids[part][wanted]
                 statuses[wanted] = await self._move(run, copy, positions[wanted], sources, targets)
@@ -164,18 +181,30 @@ class Engine:
         size_bytes = int(np.count_nonzero(landed)) * self.block_bytes
         run.moved_bytes += size_bytes
         labels = {"source": copy.source.place, "target": copy.target.place}
-        self._telemetry.add("transfer_ops", 1, **labels)
-        self._telemetry.add("transfer_bytes", size_bytes, **labels)
-        tried = statuses != IOStatus.SKIPPED
-        failed = int(np.count_nonzero(tried & ~landed))
-        if failed:
-            self._telemetry.add("failed_blocks", failed, **labels)
+        add = self._telemetry.add
+        add("transfer_ops", 1, **labels)
+        add("transfer_blocks", int(np.count_nonzero(landed)), **labels)
+        add("transfer_bytes", size_bytes, **labels)
+        if not landed.all():
+            damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
+            add(
+                "failed_blocks",
+                int(np.count_nonzero(statuses == IOStatus.FAILED)),
+                **labels,
+            )
+            add(
+                "damaged_blocks",
+                int(np.count_nonzero(damaged)),
+                tier=copy.source.place,
+            )
         self._commit(run.graph, copy, positions, statuses)
 
     async def _move(
         self, run: Run, copy: Copy, positions: Positions, sources: SlotIds, targets: SlotIds
     ) -> Statuses:
-        """Move blocks along one edge of the graph. Whatever a backend raises is a failure of these blocks."""
+        """Move blocks along one edge of the graph. Whatever a backend raises is a failure of these
+        blocks.
+        """
         source, target = copy.source.place, copy.target.place
         keys = run.graph.keys[positions]
         try:
@@ -193,11 +222,19 @@ class Engine:
                 return await self.stores[target].write(batch)
             return await self._read_to_device(run, copy, sources, targets, positions)
         except Exception as error:
-            log.warning("op.failed", source=source, target=target, blocks=len(positions), error=repr(error))
+            log.warning(
+                "op.failed", source=source, target=target, blocks=len(positions), error=repr(error)
+            )
             return np.full(len(positions), IOStatus.FAILED, np.uint8)
 
     async def _copy(
-        self, run: Run, device_blocks: SlotIds, slots: SlotIds, layers: tuple[int, int] | None, *, to_device: bool
+        self,
+        run: Run,
+        device_blocks: SlotIds,
+        slots: SlotIds,
+        layers: tuple[int, int] | None,
+        *,
+        to_device: bool,
     ) -> Statuses:
         assert run.region is not None, "a graph that touches the device needs a region"
         await self.device.copy(BlockCopy(run.region, device_blocks, slots, to_device, layers))
@@ -206,7 +243,9 @@ class Engine:
     async def _read_to_device(
         self, run: Run, copy: Copy, sources: SlotIds, targets: SlotIds, positions: Positions
     ) -> Statuses:
-        """Bring stored blocks to the device: directly where the device can, else through staging slots."""
+        """Bring stored blocks to the device: directly where the device can, else through staging
+        slots.
+        """
         store, keys = self.stores[copy.source.place], run.graph.keys[positions]
         assert run.region is not None
         if isinstance(self.device, DirectStorage):
@@ -223,7 +262,9 @@ class Engine:
                 read = await store.read(BlockIO(slots, sources[part], keys[part]))
                 good = read == IOStatus.LANDED
                 if good.any():
-                    await self._copy(run, targets[part][good], slots[good], copy.layers, to_device=True)
+                    await self._copy(
+                        run, targets[part][good], slots[good], copy.layers, to_device=True
+                    )
                 statuses[part] = read
             finally:
                 self._staging.give(staged)

@@ -1,6 +1,7 @@
 """Errors: one family, named for the state that caused them.
 
-`FlexKVError` is the root. Messages say what happened, which value, and what to try. A failed read is never an
+`FlexKVError` is the root. Messages say what happened, which value, and what to try. A failed read
+is never an
 error: it is a miss (see `flexkv.transfer.GetResult`).
 """
 

@@ -1,14 +1,15 @@
 """Who owns the work: the hosted task group of a manager, its transfers, and how it ends.
 
-`Host.serve` (the one task that holds the group) - `carry` (run a transfer to its end), `save`, `admit` - `wait`,
-`flush`, `reset` - `stop`. A crash in the manager's own work makes it broken: every pending and later handle raises
-BrokenManagerError from the cause.
+`Host.serve` (the one task that holds the group) - `carry` (run a transfer to its end), `save`,
+`admit` - `wait`, `flush`, `reset` - `stop`. A crash in the manager's own work makes it broken:
+every pending and later handle raises BrokenManagerError from the cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -21,15 +22,10 @@ from flexkv.engine import Run
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError
 from flexkv.lanes import Lane
 from flexkv.model import Copy, Statuses, TransferGraph
+from flexkv.request import Request
 from flexkv.stack import Stack, build
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import Plan, Transfer
-
-
-class Conclude(Protocol):
-    """Settles a transfer from its run, as it stands."""
-
-    def __call__(self, *, timed_out: bool = False) -> None: ...
+from flexkv.transfer import Transfer
 
 
 class Host:
@@ -37,6 +33,7 @@ class Host:
 
     def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
         self._config, self._telemetry = config, telemetry
+        self._timeout_s = config.transfer_timeout_ms / 1e3
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._failure: BaseException | None = None
@@ -45,11 +42,16 @@ class Host:
         self.resetting = False
         self._saving = 0
         self._ended = Signal()
-        self.plans: set[Plan] = set()
         self.transfers: set[Transfer] = set()
-        limits = (config.max_in_flight_gets, config.max_in_flight_puts, config.max_in_flight_prefetches)
+        limits = (
+            config.max_in_flight_gets,
+            config.max_in_flight_puts,
+            config.max_in_flight_prefetches,
+        )
         kinds = ("get", "put", "prefetch")
-        self._admission = {kind: Lane(kind, limit) for kind, limit in zip(kinds, limits, strict=True)}
+        self._admission = {
+            kind: Lane(kind, limit) for kind, limit in zip(kinds, limits, strict=True)
+        }
 
     # state
 
@@ -66,7 +68,9 @@ class Host:
         """
         if self._stack is None or self._closing or self._failure is not None:
             self.check()
-            raise ClosedError("the manager is not open: use it inside `async with KVManager(config) as kv`")
+            raise ClosedError(
+                "the manager is not open: use it inside `async with KVManager(config) as kv`"
+            )
         return self._stack
 
     def check(self) -> None:
@@ -86,8 +90,9 @@ class Host:
     # the hosted task
 
     async def serve(self) -> None:
-        """Open, hold the task group until `stop`, close. Runs in a task of its own, so that the group is entered and
-        left by the same task whoever enters and leaves the manager."""
+        """Open, hold the task group until `stop`, close. Runs in a task of its own, so that the
+        group is entered and left by the same task whoever enters and leaves the manager.
+        """
         try:
             self._stack = stack = await build(self._config, self._telemetry, self._commit)
             self._observe(stack)
@@ -111,9 +116,8 @@ class Host:
 
     def stop(self) -> None:
         """Begin to close: no new calls, open plans are cancelled."""
-        if not self._closing:
-            for plan in list(self.plans):
-                plan.cancel()
+        if self._stack is not None:
+            self._stack.plans.cancel_all()
         self._closing = True
         self._stop.set()
 
@@ -126,7 +130,9 @@ class Host:
         with anyio.move_on_after(self._config.close_timeout_ms / 1e3) as scope:
             await self._settle(stack)
         if scope.cancelled_caught:
-            log.error("close.timeout", transfers=len(self.transfers), spills=stack.spiller.queued_blocks)
+            log.error(
+                "close.timeout", transfers=len(self.transfers), spills=stack.spiller.queued_blocks
+            )
 
     async def _settle(self, stack: Stack) -> None:
         while self.transfers or self._saving:
@@ -136,7 +142,9 @@ class Host:
 
     async def _release(self) -> None:
         for transfer in list(self.transfers):
-            transfer.fail(self._broken() if self._failure else ClosedError("the manager was closed meanwhile"))
+            transfer.fail(
+                self._broken() if self._failure else ClosedError("the manager was closed meanwhile")
+            )
             transfer.quiesce()
         self.transfers.clear()
         self._ended.raise_()
@@ -171,56 +179,67 @@ class Host:
         lane = self._admission[kind]
         if lane.waiting >= self._config.max_queued_requests:
             raise CapacityError(
-                f"{lane.limit} {kind} transfers are running and {lane.waiting} wait; raise max_in_flight_{kind}s or "
-                "max_queued_requests, or ask less often"
+                f"{lane.limit} {kind} transfers are running and {lane.waiting} wait; "
+                f"raise max_in_flight_{kind}s or max_queued_requests, or ask less often"
             )
 
-    def carry(self, transfer: Transfer, run: Run, conclude: Conclude) -> None:
-        """Run a transfer in the group; settle it at its end or at its deadline, whichever comes first."""
-        if not run.ops:
-            conclude()
-            self._finish(transfer, run)
+    def carry(self, request: Request) -> None:
+        """Run a request in the group; settle it at its end or at its deadline, whichever comes
+        first.
+        """
+        if not request.run.ops:
+            request.conclude()
+            self._finish(request)
             return
+        transfer = request.transfer
         self.transfers.add(transfer)
-        timeout_s = self._config.transfer_timeout_ms / 1e3
-        transfer.timer = self.call_later(timeout_s, self._time_out, transfer, run, conclude)
+        transfer.timer = self.call_later(self._timeout_s, self._time_out, request)
         assert self._group is not None
-        self._group.start_soon(self._carry, transfer, run, conclude)
+        self._group.start_soon(self._carry, request)
 
-    async def _carry(self, transfer: Transfer, run: Run, conclude: Conclude) -> None:
-        lane = self._admission[transfer.kind]
+    async def _carry(self, request: Request) -> None:
+        lane = self._admission[request.kind]
         try:
             held = await lane.acquire(1)
             try:
                 assert self._stack is not None
-                await self._stack.engine.run(run)
+                await self._stack.engine.run(request.run)
             finally:
                 lane.release(held)
-            conclude()
-            self._finish(transfer, run)
+            request.conclude()
+            self._finish(request)
         except Exception as error:
             self._break(_only(error))
 
-    def _time_out(self, transfer: Transfer, run: Run, conclude: Conclude) -> None:
-        log.warning("transfer.timeout", kind=transfer.kind, blocks=len(transfer.blocks))
-        self._telemetry.add("timed_out_transfers", 1, kind=transfer.kind)
-        run.cancel()
-        conclude(timed_out=True)
+    def _time_out(self, request: Request) -> None:
+        log.warning("transfer.timeout", kind=request.kind, blocks=len(request.run.graph.blocks))
+        self._telemetry.add("timed_out_transfers", 1, kind=request.kind)
+        request.run.cancel()
+        request.conclude(timed_out=True)
 
-    def _finish(self, transfer: Transfer, run: Run) -> None:
-        """Drop the pins; nothing of the transfer is in flight any more."""
+    def _finish(self, request: Request) -> None:
+        """Drop the pins; nothing of the request is in flight any more."""
         assert self._stack is not None
+        transfer, kind = request.transfer, request.kind
         if transfer.timer is not None:
             transfer.timer.cancel()
-        self._stack.planner.release(run.graph.blocks)
+        self._stack.planner.release(request.run.graph.blocks)
         self.transfers.discard(transfer)
         transfer.quiesce()
         elapsed_ms, exposed_ms = transfer.elapsed()
-        kind, size_bytes = transfer.kind, run.moved_bytes
-        self._telemetry.add("transfers", 1, kind=kind)
-        self._telemetry.observe("transfer_seconds", exposed_ms / 1e3, kind=kind, part="exposed")
-        self._telemetry.observe("transfer_seconds", (elapsed_ms - exposed_ms) / 1e3, kind=kind, part="hidden")
-        log.debug("transfer.done", kind=kind, size_bytes=size_bytes, elapsed_ms=elapsed_ms, exposed_ms=exposed_ms)
+        telemetry = self._telemetry
+        telemetry.add("transfers", 1, kind=kind, outcome=transfer.outcome)
+        telemetry.observe("transfer_seconds", exposed_ms / 1e3, kind=kind, part="exposed")
+        hidden_ms = elapsed_ms - exposed_ms
+        telemetry.observe("transfer_seconds", hidden_ms / 1e3, kind=kind, part="hidden")
+        log.debug(
+            "transfer.done",
+            kind=kind,
+            outcome=transfer.outcome,
+            size_bytes=request.run.moved_bytes,
+            elapsed_ms=elapsed_ms,
+            exposed_ms=exposed_ms,
+        )
         self._ended.raise_()
 
     def _commit(
@@ -271,14 +290,15 @@ class Host:
         self.check()
 
     async def reset(self) -> None:
-        """Forget everything: plans are cancelled, transfers finish, then index, pools and stores are emptied."""
+        """Forget everything: plans are cancelled, transfers finish, then index, pools and stores
+        are emptied.
+        """
         stack = self.stack()
         if self.resetting:
             raise CapacityError("a reset is running already")
         self.resetting = True
         try:
-            for plan in list(self.plans):
-                plan.cancel()
+            stack.plans.cancel_all()
             await self._settle(stack)
             stack.ledger.forget_everything()
             stack.discarder.wake()
@@ -290,14 +310,20 @@ class Host:
         """Offer what is best read when somebody looks."""
         gauge = self._telemetry.gauge
         for tier in stack.ledger.tiers.values():
-            gauge("tier_capacity_blocks", lambda tier=tier: tier.capacity, tier=tier.name)
-            gauge("tier_free_blocks", lambda tier=tier: tier.pool.free, tier=tier.name)
-            gauge("tier_readable_blocks", lambda t=tier: stack.index.resident(t.number), tier=tier.name)
-            gauge("evicted_blocks", lambda tier=tier: tier.evicted_blocks, tier=tier.name)
+            gauge("tier_capacity_blocks", partial(getattr, tier, "capacity"), tier=tier.name)
+            gauge("tier_free_blocks", partial(getattr, tier, "free"), tier=tier.name)
         for lane in stack.engine.lanes.values():
-            gauge("lane_bytes_in_flight", lambda lane=lane: lane.in_flight, lane=lane.name)
-            gauge("lane_queue_depth", lambda lane=lane: lane.waiting, lane=lane.name)
+            gauge("lane_bytes_in_flight", partial(getattr, lane, "in_flight"), lane=lane.name)
+            gauge("lane_queue_depth", partial(getattr, lane, "waiting"), lane=lane.name)
         gauge("spill_queue_blocks", lambda: stack.spiller.queued_blocks)
+        gauge("index_blocks", lambda: len(stack.index))
+        gauge("pinned_blocks", lambda: stack.index.pinned)
+        gauge("tickets_in_flight", lambda: stack.completions.in_flight)
+        for kind in self._admission:
+            gauge("transfers_in_flight", partial(self._running, kind), kind=kind)
+
+    def _running(self, kind: str) -> int:
+        return sum(transfer.kind == kind for transfer in self.transfers)
 
 
 def _only(error: BaseException) -> BaseException:

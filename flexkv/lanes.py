@@ -1,7 +1,8 @@
-"""Bounded queues: bytes in flight in one direction of one backend, and the staging slots of the engine.
+"""Bounded queues: bytes in flight in one direction of one backend, and the staging slots of the
+engine.
 
-`Lane.acquire` (wait for a share of the limit), `Lane.release`. Fair within a priority, all or nothing: nobody holds
-a part while waiting for the rest.
+`Lane.acquire` (wait for a share of the limit), `Lane.release`. Fair within a priority, all or
+nothing: nobody holds a part while waiting for the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import anyio
 
 
 class Lane:
-    """A limit shared by everyone who acquires; a request above the limit waits until it has the lane alone."""
+    """A limit shared by everyone who acquires; a request above the limit waits until it has the
+    lane alone.
+    """
 
     __slots__ = ("_arrivals", "_free", "_waiting", "limit", "name")
 
@@ -34,7 +37,9 @@ class Lane:
         return len(self._waiting)
 
     async def acquire(self, size: int, priority: int = 0) -> int:
-        """Take `size` units, waiting behind requests of the same or a lower priority number; returns units taken."""
+        """Take `size` units, waiting behind requests of the same or a lower priority number;
+        returns units taken.
+        """
         size = min(size, self.limit)
         if not self._waiting and size <= self._free:
             self._free -= size

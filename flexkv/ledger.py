@@ -1,8 +1,9 @@
 """The books of the brain: which blocks are where, what is landing, and what an op achieved.
 
-`Ledger.commit` publishes what landed and takes back what did not; `remove`, `restore`, `forget_everything`
-change the whole cache. Slots that a store must forget before anyone may use them again collect in `discards`, blocks fit for a lower
-tier in `spills`: the body picks both up. Synchronous and deterministic: `now` is an argument.
+`Ledger.commit` publishes what landed and takes back what did not; `remove`, `restore`,
+`forget_everything` change the whole cache. Slots that a store must forget before anyone may use
+them again collect in `discards`, blocks fit for a lower tier in `spills`: the body picks both up.
+Synchronous and deterministic: `now` is an argument.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Discard(NamedTuple):
 
 
 class Ledger:
-    """Index, tiers, and the numbers of what is landing; tier 0 is the host, the others are stores."""
+    """Index, tiers and the numbers of what is landing; tier 0 is the host, the rest are stores."""
 
     def __init__(
         self,
@@ -68,7 +69,9 @@ class Ledger:
         self._last_landing = 0
 
     def open_landing(self, blocks: BlockIds) -> int:
-        """Number a landing of `blocks` in the host that other graphs may join until it is committed."""
+        """Number a landing of `blocks` in the host that other graphs may join until it is
+        committed.
+        """
         self._last_landing += 1
         self._landing_of[blocks] = self._last_landing
         return self._last_landing
@@ -78,9 +81,14 @@ class Ledger:
         return self._landing_of[blocks]
 
     def commit(
-        self, graph: TransferGraph, op: Copy, positions: NDArray[np.int64], statuses: Statuses, now: float
+        self,
+        graph: TransferGraph,
+        op: Copy,
+        positions: NDArray[np.int64],
+        statuses: Statuses,
+        now: float,
     ) -> None:
-        """Book what one op (or a part of it) achieved: publish what landed, take back what did not."""
+        """Book what an op (or a part of it) achieved: publish what landed, take back the rest."""
         blocks = graph.blocks[positions]
         if op.source.place in self.tiers and op.source.place != HOST:
             self._judge(self.tiers[op.source.place], blocks, statuses)
@@ -121,7 +129,9 @@ class Ledger:
             self.discards.append(Discard(tier, slots, held))
 
     def remove(self, keys: KeyArray) -> int:
-        """Drop the tail of a prompt, as far as no other prompt, pin or transfer uses it; returns blocks dropped."""
+        """Drop the tail of a prompt, as far as no other prompt, pin or transfer uses it; returns
+        blocks dropped.
+        """
         blocks = self.index.find(keys)
         tail = blocks[len(blocks) - self.index.removable(blocks) :][::-1]
         for tier in self.tiers.values():
@@ -132,15 +142,18 @@ class Ledger:
         return len(tail)
 
     def restore(self, store: Tier, recovered: Recovered, now: float) -> int:
-        """Rebuild the index from what a store kept; rows without their ancestors are forgotten there."""
+        """Rebuild the index from what a store kept; rows without their ancestors are forgotten
+        there.
+        """
         accepted = self.index.restore(store.number, recovered, now)
         store.pool.reserve(recovered.slots)
         self.vacate(store, recovered.slots[~accepted], recovered.keys[~accepted])
         return int(np.count_nonzero(accepted))
 
     def forget_everything(self) -> None:
-        """Empty every tier; slots of stores come back once they are forgotten there. Nothing may be pinned or in
-        flight."""
+        """Empty every tier; slots of stores come back once they are forgotten there. Nothing may be
+        pinned or in flight.
+        """
         self.index.clear()
         self._landing_of[:] = 0
         self._strikes[:] = 0

@@ -1,8 +1,8 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
-`register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` - `wait`, `flush`,
-`remove`, `reset`. Plain calls answer at once and start work; awaiting a Transfer is only listening. Lifetime and the
-hosted task group are in `flexkv.hosting`.
+`register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
+`wait`, `flush`, `remove`, `reset`. Plain calls answer at once and start work; awaiting a Transfer
+is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flexkv._core import ffi, lib
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError, TransferError
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
 from flexkv.model import SlotIds, TierState, TransferGraph
 from flexkv.protocols import Region
+from flexkv.request import Request, device_blocks
 from flexkv.stack import Stack
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import GetResult, Plan, PutResult, Transfer
+from flexkv.transfer import Kind, Plan, Transfer
 
 Namespace = Sequence[str] | None
 
 
 class KVManager:
-    """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the engine's slots.
+    """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the
+    engine's slots.
 
-    Use it as `async with KVManager(config) as kv`. All calls belong to the event loop that entered it; from other
-    threads use `flexkv.sync.BlockingKVManager`. Tokens and slot mappings may be lists, arrays, numpy or torch
-    tensors of int32 or int64; `slot_mapping[i]` is the device slot of token i, whole blocks of consecutive slots.
+    Use it as `async with KVManager(config) as kv`. All calls belong to the event loop that entered
+    it; from other threads use `flexkv.sync.BlockingKVManager`. Tokens and slot mappings may be
+    lists, arrays, numpy or torch tensors of int32 or int64; `slot_mapping[i]` is the device slot of
+    token i, whole blocks of consecutive slots.
 
-    Raises (every call): ClosedError before entering and after leaving, BrokenManagerError after an internal crash,
-    InputError for arguments that cannot be used.
+    Raises (every call): ClosedError before entering and after leaving, BrokenManagerError after an
+    internal crash, InputError for arguments that cannot be used.
     """
 
     def __init__(self, config: FlexKVConfig | None = None, **overrides: Any) -> None:
@@ -79,7 +80,8 @@ class KVManager:
                 raise
 
     async def aclose(self) -> None:
-        """Let running transfers and spills finish (up to close_timeout_ms), then release everything.
+        """Let running transfers and spills finish (up to close_timeout_ms), then release
+        everything.
 
         Raises:
             BrokenManagerError: the manager had crashed; the cause is chained.
@@ -104,9 +106,11 @@ class KVManager:
         """Describe the engine's KV memory to flexkv; from now on slot mappings refer to it.
 
         Args:
-            kv_caches: {layer name: tensor} in layer order, a list of tensors, one tensor, or a Region.
-            axes: letters naming the tensors' dimensions (L layer, B block, P part, N token, H head, D element,
-                C = P and D fused, T = B and N fused); read from the shape where that leaves no doubt.
+            kv_caches: {layer name: tensor} in layer order, a list of tensors, one tensor, or a
+            Region.
+            axes: letters naming the tensors' dimensions (L layer, B block, P part, N token, H head,
+                D element, C = P and D fused, T = B and N fused); read from the shape where that
+                leaves no doubt.
 
         Raises:
             LayoutError: the tensors do not match the configured KVSpec, or the shape is ambiguous.
@@ -126,10 +130,12 @@ class KVManager:
         computed_tokens: int = 0,
         leave_tokens: int = 0,
     ) -> Plan:
-        """Find the longest readable prefix and pin it until the plan is launched, cancelled or too old.
+        """Find the longest readable prefix and pin it until the plan is launched, cancelled or too
+        old.
 
         Args:
-            computed_tokens: tokens the engine holds already (whole blocks); the plan starts behind them.
+            computed_tokens: tokens the engine holds already (whole blocks); the plan starts behind
+            them.
             leave_tokens: trailing tokens that must stay to be computed (engines need at least 1).
 
         Returns:
@@ -152,21 +158,23 @@ class KVManager:
             blocks = blocks[skipped:]
         keys = keys[skipped : skipped + len(blocks)]
         self.telemetry.add("queried_blocks", usable // size)
-        self.telemetry.add("hit_blocks", len(blocks))
+        self.telemetry.add("hit_blocks", len(blocks) + skipped)
         plan = Plan(
             "get",
             offset=skipped * size if len(blocks) else computed_tokens,
             matched=len(blocks) * size,
             blocks=blocks,
             keys=keys,
-            cancel=self._cancel_plan,
+            cancel=stack.plans.cancel,
         )
-        return self._watch(plan)
+        return stack.plans.watch(plan)
 
     def put_match(self, tokens: Any, *, namespace: Namespace = None) -> Plan:
-        """Take host slots for the blocks of a prompt that are not there yet; launch the plan to fill them.
+        """Take host slots for the blocks of a prompt that are not there yet; launch the plan to
+        fill them.
 
-        `plan.matched` counts all whole-block tokens of the prompt; `launch` wants the slots of all of them.
+        `plan.matched` counts all whole-block tokens of the prompt; `launch` wants the slots of all
+        of them.
 
         Raises:
             CapacityError: the host cannot take them all now; nothing was changed.
@@ -185,40 +193,9 @@ class KVManager:
             blocks=put.blocks,
             keys=keys,
             put=put,
-            cancel=self._cancel_plan,
+            cancel=stack.plans.cancel,
         )
-        return self._watch(plan)
-
-    def _watch(self, plan: Plan) -> Plan:
-        """Cancel the plan by itself after plan_ttl_ms."""
-        if len(plan.blocks) == 0:
-            plan.open = plan.put is not None
-            return plan
-        plan.timer = self._host.call_later(self.config.plan_ttl_ms / 1e3, self._expire_plan, plan)
-        self._host.plans.add(plan)
-        return plan
-
-    def _expire_plan(self, plan: Plan) -> None:
-        if plan.open:
-            log.warning("plan.expired", kind=plan.kind, blocks=len(plan.blocks))
-            self.telemetry.add("expired_plans", 1, kind=plan.kind)
-            self._cancel_plan(plan)
-
-    def _close_plan(self, plan: Plan) -> bool:
-        was_open, plan.open = plan.open, False
-        if plan.timer is not None:
-            plan.timer.cancel()
-            plan.timer = None
-        self._host.plans.discard(plan)
-        return was_open
-
-    def _cancel_plan(self, plan: Plan) -> None:
-        if self._close_plan(plan) and self._host.usable:
-            stack = self._stack
-            if plan.put is not None:
-                stack.planner.cancel_put(plan.put)
-            else:
-                stack.planner.release(plan.blocks)
+        return stack.plans.watch(plan)
 
     # transfers
 
@@ -226,11 +203,12 @@ class KVManager:
         """Start a plan.
 
         Args:
-            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more; the rest is ignored),
-                the first one for token `plan.offset`.
+            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more; the
+                rest is ignored), the first one for token `plan.offset`.
 
         Raises:
-            InputError: the plan was launched, cancelled or expired before, or the mapping does not fit.
+            InputError: the plan was launched, cancelled or expired before, or the mapping does not
+            fit.
         """
         stack = self._stack
         if not plan.open and len(plan.blocks):
@@ -238,35 +216,34 @@ class KVManager:
         device_blocks = self._device_blocks(slot_mapping, len(plan.blocks))
         now = stack.completions.now()
         self._host.admit(plan.kind)
-        self._close_plan(plan)
+        stack.plans.close(plan)
         if plan.put is not None:
-            graph = stack.planner.launch_put(plan.put, device_blocks)
-            return self._start(plan, graph, {}, device_blocks)
+            return self._start(plan, stack.planner.launch_put(plan.put, device_blocks))
         get = stack.planner.plan_get(plan.blocks, plan.keys, device_blocks, now)
-        if get.saves is not None:
-            self._host.save(get.saves)
-        return self._start(plan, get.graph, get.by_tier, device_blocks)
+        return self._start(plan, get.graph, get.saves, get.by_tier, device_blocks)
 
     def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
-        """Match and launch in one: load the longest readable prefix into the slots of its tokens."""
+        """Match and launch: load the longest readable prefix into the slots of its tokens."""
         plan = self.get_match(tokens, namespace=namespace)
         return self._launch_or_cancel(plan, slot_mapping)
 
     def put_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
         """Store the whole blocks of a prompt from the device slots of its tokens.
 
-        Await it: the device slots may be reused. `await transfer.durable()`: the lowest tier has it. A put that finds
-        no room fails as a whole: awaiting it raises CapacityError.
+        Await it: the device slots may be reused. `await transfer.durable()`: the lowest tier has
+        it. A put that finds no room fails as a whole: awaiting it raises CapacityError.
         """
         try:
             plan = self.put_match(tokens, namespace=namespace)
         except CapacityError as error:
             self.telemetry.add("refused_puts", 1)
-            return self._failed("put", error)
+            return self._refused("put", error)
         return self._launch_or_cancel(plan, slot_mapping)
 
     def prefetch_async(self, tokens: Any, *, namespace: Namespace = None) -> Transfer:
-        """Promote the longest readable prefix into host memory; await it or forget it. Dropped under overload."""
+        """Promote the longest readable prefix into host memory; await it or forget it. Dropped
+        under overload.
+        """
         plan = self.get_match(tokens, namespace=namespace)
         plan.kind = "prefetch"
         stack = self._stack
@@ -275,12 +252,10 @@ class KVManager:
         except CapacityError as error:
             plan.cancel()
             self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
-            return self._failed("prefetch", error)
-        self._close_plan(plan)
+            return self._refused("prefetch", error)
+        stack.plans.close(plan)
         get = stack.planner.plan_get(plan.blocks, plan.keys, None, stack.completions.now())
-        if get.saves is not None:
-            self._host.save(get.saves)
-        return self._start(plan, get.graph, get.by_tier, None)
+        return self._start(plan, get.graph, get.saves, get.by_tier)
 
     def _launch_or_cancel(self, plan: Plan, slot_mapping: Any) -> Transfer:
         try:
@@ -290,89 +265,40 @@ class KVManager:
             raise
 
     def _device_blocks(self, slot_mapping: Any, count: int) -> SlotIds:
-        """Turn the slots of `count` blocks of tokens into device block numbers, checking every slot."""
         if self._region is None:
             raise InputError("no device memory is registered; call kv.register(kv_caches) first")
-        size = self._stack.spec.tokens_per_block
-        slots = as_tokens(slot_mapping, name="slot_mapping")
-        if len(slots) < count * size:
-            raise InputError(
-                f"slot_mapping has {len(slots)} slots, but {count} blocks of {size} tokens need {count * size}"
-            )
-        blocks = np.empty(count, np.uint32)
-        good = lib.fx_slots_to_blocks(
-            ffi.from_buffer(slots),
-            slots.itemsize == 8,
-            count,
-            size,
-            self._region.blocks,
-            ffi.from_buffer("uint32_t[]", blocks),
-        )
-        if good != count:
-            shown = slots[good * size : (good + 1) * size].tolist()
-            raise InputError(
-                f"slot_mapping of block {good} is {shown}: it must be {size} consecutive slots that start at a "
-                f"multiple of {size}, of a block below {self._region.blocks}"
-            )
-        return blocks
+        return device_blocks(slot_mapping, count, self.tokens_per_block, self._region.blocks)
 
     def _start(
-        self, plan: Plan, graph: TransferGraph, by_tier: dict[str, int], device_blocks: SlotIds | None
+        self,
+        plan: Plan,
+        graph: TransferGraph,
+        saves: TransferGraph | None = None,
+        by_tier: dict[str, int] | None = None,
+        device_blocks: SlotIds | None = None,
     ) -> Transfer:
-        """Hand a graph to the host's task group; the plan's pins go to the transfer."""
+        """Hand a graph to the host's task group; the plan's pins go to the request."""
         stack = self._stack
-        size = stack.spec.tokens_per_block
-        run = stack.engine.start(graph, self._region)
-        transfer = Transfer(
-            plan.kind,
-            plan.matched,
-            blocks=plan.blocks,
-            keys=plan.keys,
+        if saves is not None:
+            self._host.save(saves)
+        request = Request(
+            plan,
+            stack.engine.start(graph, self._region),
+            tokens_per_block=stack.spec.tokens_per_block,
+            by_tier=by_tier or {},
+            device_blocks=device_blocks,
             clock=stack.completions.now,
-            cancel=lambda _: run.cancel(),
             durable=self._wait_durable,
+            telemetry=self.telemetry,
         )
-        new_blocks = int(np.count_nonzero(~graph.arrived))
+        self._host.carry(request)
+        return request.transfer
 
-        def conclude(*, timed_out: bool = False) -> None:
-            prefix = len(run.arrived) if run.arrived.all() else int(np.argmin(run.arrived))
-            if plan.kind == "put":
-                lost = int(np.count_nonzero(~run.arrived))
-                if lost and (timed_out or not run.cancelled):
-                    why = "in time" if timed_out else "(see the log)"
-                    transfer.fail(
-                        TransferError(f"{lost} of {len(run.arrived)} blocks of a put did not reach host memory {why}")
-                    )
-                transfer.settle(
-                    lambda elapsed, exposed: PutResult(
-                        prefix * size, (new_blocks - lost) * size, run.moved_bytes, elapsed, exposed, run.cancelled
-                    )
-                )
-                return
-            failed = device_blocks[~run.arrived] if device_blocks is not None else None
-            transfer.settle(
-                lambda elapsed, exposed: GetResult(
-                    prefix * size,
-                    plan.matched,
-                    by_tier,
-                    run.moved_bytes,
-                    elapsed,
-                    exposed,
-                    np.empty(0, np.uint32) if failed is None else failed,
-                    run.cancelled and not timed_out,
-                    timed_out,
-                )
-            )
-
-        self._host.carry(transfer, run, conclude)
-        return transfer
-
-    def _failed(self, kind: str, error: Exception) -> Transfer:
-        nothing: NDArray[Any] = np.empty(0, np.uint32)
+    def _refused(self, kind: Kind, error: Exception) -> Transfer:
         transfer = Transfer(
-            "put" if kind == "put" else "prefetch",
+            kind,
             0,
-            blocks=nothing,
+            blocks=np.empty(0, np.uint32),
             keys=np.empty((0, 2), np.uint64),
             clock=self._stack.completions.now,
             cancel=lambda _: None,
@@ -384,12 +310,18 @@ class KVManager:
 
     # waiting and whole-cache verbs
 
-    async def wait(self, transfers: Iterable[Transfer], *, timeout_ms: float | None = None) -> list[Transfer]:
-        """Wait until all are done or the time is over; return those that are done, in the order given."""
+    async def wait(
+        self, transfers: Iterable[Transfer], *, timeout_ms: float | None = None
+    ) -> list[Transfer]:
+        """Wait until all are done or the time is over; return those that are done, in the order
+        given.
+        """
         return await self._host.wait(list(transfers), timeout_ms)
 
     async def _wait_durable(self, transfer: Transfer) -> None:
-        """Wait until the lowest tier holds the transfer's blocks, or nobody is bringing them there any more."""
+        """Wait until the lowest tier holds the transfer's blocks, or nobody is bringing them there
+        any more.
+        """
         stack = self._stack
         if not stack.ledger.stores or self.config.spill == "never":
             return
@@ -405,8 +337,8 @@ class KVManager:
             if not stack.spiller.pending(blocks[~there]).any():
                 lost = int(np.count_nonzero(~there))
                 raise TransferError(
-                    f"{lost} of {len(blocks)} blocks of a put did not reach {lowest.name}: dropped under load, "
-                    "evicted before their turn, or an I/O error (see the log)"
+                    f"{lost} of {len(blocks)} blocks of a put did not reach {lowest.name}: "
+                    "dropped under load, evicted before their turn, or an I/O error (see the log)"
                 )
             await stack.spiller.progress.wait()
 
@@ -415,7 +347,8 @@ class KVManager:
         await self._host.flush()
 
     def remove(self, tokens: Any, *, namespace: Namespace = None) -> int:
-        """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses them.
+        """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses
+        them.
 
         Returns the number of tokens forgotten. Their disk slots are free once `flush` returns.
         """
@@ -426,12 +359,15 @@ class KVManager:
         return removed * stack.spec.tokens_per_block
 
     async def reset(self) -> None:
-        """Forget every block of every tier. Open plans are cancelled, running transfers finish first; calls made
-        meanwhile find and store nothing."""
+        """Forget every block of every tier. Open plans are cancelled, running transfers finish
+        first; calls made meanwhile find and store nothing.
+        """
         await self._host.reset()
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """Blocks per tier: capacity, free, readable; plus open plans and running transfers under "manager"."""
+        """Blocks per tier: capacity, free, readable; plus open plans and running transfers under
+        "manager".
+        """
         stack = self._stack
         tiers = stack.ledger.tiers.values()
         report = {
@@ -444,7 +380,7 @@ class KVManager:
             for tier in tiers
         }
         report["manager"] = {
-            "plans": len(self._host.plans),
+            "plans": len(stack.plans),
             "transfers": len(self._host.transfers),
             "pinned": stack.index.pinned,
             "entries": len(stack.index),

@@ -1,7 +1,8 @@
-"""The vocabulary: frozen values that every room shares, without behaviour beyond arithmetic on themselves.
+"""The vocabulary: frozen values that every room shares, without behaviour beyond arithmetic on
+themselves.
 
-`KVSpec`, `LayerGroup` (what a block is made of) - `Identity` (what makes bytes interchangeable) - `Span`, `Copy`,
-`TransferGraph` (what moves where) - `TierState` (is a block readable in a tier).
+`KVSpec`, `LayerGroup` (what a block is made of) - `Identity` (what makes bytes interchangeable) -
+`Span`, `Copy`, `TransferGraph` (what moves where) - `TierState` (is a block readable in a tier).
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def canonical_dtype(name: Any) -> str:
     text = str(name).removeprefix("torch.").lower()
     text = _DTYPE_ALIASES.get(text, text)
     if text not in DTYPE_BYTES:
-        raise ConfigError(f"KV dtype {name!r} is not supported; use one of {', '.join(DTYPE_BYTES)}")
+        raise ConfigError(
+            f"KV dtype {name!r} is not supported; use one of {', '.join(DTYPE_BYTES)}"
+        )
     return text
 
 
@@ -84,8 +87,8 @@ def canonical_dtype(name: Any) -> str:
 class LayerGroup:
     """Layers whose share of a block looks the same.
 
-    `layers` are positions in the registered caches, `parts` is 2 for K and V (MHA, GQA) and 1 for one latent
-    (MLA), `heads` are KV heads of this rank, `head_size` is in elements.
+    `layers` are positions in the registered caches, `parts` is 2 for K and V (MHA, GQA) and 1 for
+    one latent (MLA), `heads` are KV heads of this rank, `head_size` is in elements.
     """
 
     layers: tuple[int, ...]
@@ -98,10 +101,14 @@ class LayerGroup:
         object.__setattr__(self, "layers", tuple(int(layer) for layer in self.layers))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
-            raise ConfigError(f"LayerGroup.layers must be distinct positions >= 0, got {self.layers}")
+            raise ConfigError(
+                f"LayerGroup.layers must be distinct positions >= 0, got {self.layers}"
+            )
         for name in ("heads", "head_size", "parts"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"LayerGroup.{name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"LayerGroup.{name} must be at least 1, got {getattr(self, name)}"
+                )
 
     @property
     def itemsize_bytes(self) -> int:
@@ -116,9 +123,10 @@ class LayerGroup:
 class KVSpec:
     """What one block holds: layer groups, tokens per block and the order of its axes.
 
-    `axes` is the order of a layer's bytes inside a block in host memory and on disk: P part (K, V), N token,
-    H head, D element; "PNHD" by default. Blocks of equal bytes but other axes are not interchangeable. Choose the
-    engine's own order ("PHND" for HND caches, "HNPD" for K|V fused per token) and copies move long segments.
+    `axes` is the order of a layer's bytes inside a block in host memory and on disk: P part (K, V),
+    N token, H head, D element; "PNHD" by default. Blocks of equal bytes but other axes are not
+    interchangeable. Choose the engine's own order ("PHND" for HND caches, "HNPD" for K|V fused per
+    token) and copies move long segments.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -132,7 +140,9 @@ class KVSpec:
         if self.tokens_per_block < 1:
             raise ConfigError(f"tokens_per_block must be at least 1, got {self.tokens_per_block}")
         if sorted(self.axes) != sorted("PNHD") or not self.axes.endswith("D"):
-            raise ConfigError(f'axes must be an order of "PNHD" that ends with D, got {self.axes!r}')
+            raise ConfigError(
+                f'axes must be an order of "PNHD" that ends with D, got {self.axes!r}'
+            )
         layers = sorted(layer for group in self.groups for layer in group.layers)
         if layers != list(range(len(layers))):
             raise ConfigError(f"layer groups must cover layers 0..n-1 once each, got {layers}")
@@ -204,7 +214,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Block-sized places: `place` is "device" or the name of a tier; `ids` are its slots, in block order."""
+    """Block-sized places: `place` is "device" or the name of a tier; `ids` are its slots, in block
+    order.
+    """
 
     place: str
     ids: SlotIds
@@ -214,9 +226,10 @@ class Span:
 class Copy:
     """A node of the graph: move blocks from `source` to `target` once the ops in `after` are done.
 
-    `positions` numbers the blocks within the graph, so that the failure of a block in one op is known to the ops
-    that depend on it. `landing` is a number under which other graphs may wait for this op, `joins` are the landings
-    of other graphs that this op waits for. `layers` is a half-open range, None for all.
+    `positions` numbers the blocks within the graph, so that the failure of a block in one op is
+    known to the ops that depend on it. `landing` is a number under which other graphs may wait for
+    this op, `joins` are the landings of other graphs that this op waits for. `layers` is a
+    half-open range, None for all.
     """
 
     source: Span
@@ -235,8 +248,9 @@ class Copy:
 class TransferGraph:
     """Ops of one request in an order in which each comes behind those it waits for.
 
-    `blocks` and `keys` are what the ops' positions number. `goal` is the place that counts as arrival; `arrived`
-    are the positions that are there already. Lower `priority` goes first. Graphs that write to stores carry the
+    `blocks` and `keys` are what the ops' positions number. `goal` is the place that counts as
+    arrival; `arrived` are the positions that are there already. Lower `priority` goes first. Graphs
+    that write to stores carry the
     chain: each block's parent key (zeros for a first block) and depth.
     """
 

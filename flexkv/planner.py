@@ -1,8 +1,8 @@
 """From a match to a graph: which blocks come from where, into which slots, after what.
 
-`Planner.match`, `plan_get`, `plan_put`, `launch_put`, `plan_spill` make plans; `release` and `cancel_put` take them
-back. It knows routes and residency, not hardware; what the ops achieved is booked by `flexkv.ledger`. Synchronous
-and deterministic: `now` is an argument.
+`Planner.match`, `plan_get`, `plan_put`, `launch_put`, `plan_spill` make plans; `release` and
+`cancel_put` take them back. It knows routes and residency, not hardware; what the ops achieved is
+booked by `flexkv.ledger`. Synchronous and deterministic: `now` is an argument.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _NO_SLOTS: SlotIds = np.empty(0, np.uint32)
 
 @dataclass(slots=True)
 class GetPlan:
-    """Graphs of a get (victims to save first, then the blocks), and blocks by the tier they come from."""
+    """Graphs of a get (victims to save first, then the blocks), and blocks by the tier they come
+    from.
+    """
 
     graph: TransferGraph
     saves: TransferGraph | None
@@ -46,7 +48,9 @@ class GetPlan:
 
 @dataclass(slots=True)
 class PutPlan:
-    """Blocks of a put: all of them pinned, those at `positions` have host slots that wait for their bytes."""
+    """Blocks of a put: all of them pinned, those at `positions` have host slots that wait for their
+    bytes.
+    """
 
     blocks: BlockIds
     keys: KeyArray
@@ -81,12 +85,14 @@ class Planner:
     def plan_get(
         self, blocks: BlockIds, keys: KeyArray, device_blocks: SlotIds | None, now: float
     ) -> GetPlan:
-        """Plan the way of pinned, readable blocks into the device (or, with None, into the host)."""
+        """Plan the way of pinned, readable blocks to the device (with None: to the host)."""
         self.index.touch(blocks, now)
         count = len(blocks)
         states = self.index.states(self.host.number, blocks)
         in_host = states == TierState.READY
-        goal, priority = (HOST, PRIORITY_PREFETCH) if device_blocks is None else (DEVICE, PRIORITY_GET)
+        goal, priority = (
+            (HOST, PRIORITY_PREFETCH) if device_blocks is None else (DEVICE, PRIORITY_GET)
+        )
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
         if in_host.all():
@@ -108,7 +114,9 @@ class Planner:
         if len(far):
             saves = self._plan_reads(ops, by_tier, blocks, far, states, device_blocks)
         arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
-        return GetPlan(TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority), saves, by_tier)
+        return GetPlan(
+            TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority), saves, by_tier
+        )
 
     def _from_host(
         self,
@@ -132,9 +140,11 @@ class Planner:
         states: NDArray[np.uint8],
         device_blocks: SlotIds | None,
     ) -> TransferGraph | None:
-        """Append the ops that bring `far` positions from the stores, in chunks so that legs overlap.
+        """Append the ops that bring `far` positions from the stores, in chunks so that legs
+        overlap.
 
-        A block that finds a host slot is promoted on the way; the others pass through staging memory.
+        A block that finds a host slot is promoted on the way; the others pass through staging
+        memory.
         """
         absent = far[states[far] == TierState.ABSENT]
         slots, saves, waits = self._host_room(len(absent))
@@ -154,14 +164,20 @@ class Planner:
                 chunk = mine[start : start + self.chunk_blocks]
                 via_host, direct = chunk[goes_to_host[chunk]], chunk[~goes_to_host[chunk]]
                 if len(via_host):
-                    source, target = Span(store.name, store_slots[via_host]), Span(HOST, host_slots[via_host])
+                    source, target = (
+                        Span(store.name, store_slots[via_host]),
+                        Span(HOST, host_slots[via_host]),
+                    )
                     landing = self.ledger.open_landing(blocks[via_host])
                     ops.append(Copy(source, target, via_host, landing=landing, joins=waits))
                     if device_blocks is not None:
                         after = (len(ops) - 1,)
                         ops.append(self._from_host(blocks, via_host, device_blocks, after=after))
                 if len(direct) and device_blocks is not None:
-                    source, target = Span(store.name, store_slots[direct]), Span(DEVICE, device_blocks[direct])
+                    source, target = (
+                        Span(store.name, store_slots[direct]),
+                        Span(DEVICE, device_blocks[direct]),
+                    )
                     ops.append(Copy(source, target, direct))
         assert len(far) == 0, "a matched block is readable in no tier"
         return saves
@@ -172,24 +188,29 @@ class Planner:
         """Take host slots for every block of a prompt that the host does not hold.
 
         Raises:
-            CapacityError: they do not all fit beside what is pinned or in flight; nothing was changed.
+            CapacityError: they do not all fit beside what is pinned or in flight; nothing was
+            changed.
         """
         known = self.index.find(keys)
         self.index.pin(known)
         self.index.touch(known, now)
         absent = np.flatnonzero(self.index.states(self.host.number, known) == TierState.ABSENT)
         positions = np.concatenate((absent, np.arange(len(known), len(keys))))
-        chosen = self.host.victims(len(positions), partial=False, exact=self.ledger.spill == "on_evict")
+        chosen = self.host.victims(
+            len(positions), partial=False, exact=self.ledger.spill == "on_evict"
+        )
         if chosen is None:
             self.index.unpin(known)
             raise CapacityError(
-                f"put of {len(keys)} blocks needs {len(positions)} free host slots of {self.host.capacity}; "
-                f"{self.host.pool.free} are free and the rest is pinned, in flight or holds ancestors. "
-                "Raise host_cache_bytes or put less at once"
+                f"put of {len(keys)} blocks needs {len(positions)} free host slots; "
+                f"{self.host.free} of {self.host.capacity} are free, the rest is pinned, in flight or "
+                "holds ancestors. Raise host_cache_bytes or put less at once"
             )
         slots, saves, waits = self._make_room(*chosen)
         try:
-            added = self.index.insert(keys[len(known) :], int(known[-1]) if len(known) else NO_BLOCK)
+            added = self.index.insert(
+                keys[len(known) :], int(known[-1]) if len(known) else NO_BLOCK
+            )
         except CapacityError:
             self.host.give(slots)
             self.index.unpin(known)
@@ -229,24 +250,28 @@ class Planner:
     ) -> tuple[SlotIds, TransferGraph | None, tuple[int, ...]]:
         """Evict `victims` from the host and take `count` slots.
 
-        With spill="on_evict", victims that no store holds are saved first: their slots come last, and whoever writes
-        into them joins the returned landing.
+        With spill="on_evict", victims that no store holds are saved first: their slots come last,
+        and whoever writes into them joins the returned landing.
         """
         if len(victims) == 0:
             return self.host.pool.take(count), None, ()
-        self.host.evicted_blocks += len(victims)
         if self.ledger.spill != "on_evict":
-            self.host.give(self.index.drop(self.host.number, victims))
+            self.host.give(self.host.evict(victims))
             return self.host.pool.take(count), None, ()
         dirty = self._only_in_host(victims)
         # clean victims leave first: from here on the store knows that it holds their only copy
-        self.host.give(self.index.drop(self.host.number, victims[~dirty]))
+        self.host.give(self.host.evict(victims[~dirty]))
         saved, saves = self._plan_save(victims[dirty][::-1])
-        self.host.give(self.index.drop(self.host.number, victims[dirty][: np.count_nonzero(dirty) - len(saved)]))
+        unsaved = victims[dirty][: np.count_nonzero(dirty) - len(saved)]
+        self.host.give(self.host.evict(unsaved))
         if saves is None:
             return self.host.pool.take(count), None, ()
-        kept = self.index.drop(self.host.number, saved[::-1])
-        return np.concatenate((self.host.pool.take(count - len(kept)), kept)), saves, (saves.ops[0].landing,)
+        kept = self.host.evict(saved[::-1])
+        return (
+            np.concatenate((self.host.pool.take(count - len(kept)), kept)),
+            saves,
+            (saves.ops[0].landing,),
+        )
 
     def _only_in_host(self, blocks: BlockIds) -> BoolArray:
         elsewhere = np.zeros(len(blocks), np.bool_)
@@ -255,7 +280,9 @@ class Planner:
         return ~elsewhere
 
     def _plan_save(self, blocks: BlockIds) -> tuple[BlockIds, TransferGraph | None]:
-        """Plan to write blocks (ancestors first) that are about to lose their host slots into the first store."""
+        """Plan to write blocks (ancestors first) that are about to lose their host slots into the
+        first store.
+        """
         store = self.stores[0]
         taken = store.take(len(blocks), partial=True)
         if taken is None or len(taken[0]) == 0:
@@ -273,8 +300,8 @@ class Planner:
     def plan_spill(self, blocks: BlockIds, keys: KeyArray) -> tuple[TransferGraph | None, int]:
         """Plan to write host blocks to the stores that lack them; pins them.
 
-        Blocks that left the host since they were offered, or that find no slot, are dropped: returns the graph (None
-        when nothing is left to do) and the number of dropped blocks.
+        Blocks that left the host since they were offered, or that find no slot, are dropped:
+        returns the graph (None when nothing is left to do) and the number of dropped blocks.
         """
         still = (self.index.keys(blocks) == keys).all(axis=1)
         still &= self.index.states(self.host.number, blocks) == TierState.READY

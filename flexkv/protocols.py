@@ -1,7 +1,9 @@
-"""The doors: what a device backend, a storage backend, an eviction policy and a codec must do, and nothing else.
+"""The doors: what a device backend, a storage backend, an eviction policy and a codec must do, and
+nothing else.
 
-`DeviceBackend` - `StorageBackend` - `DirectStorage` - `EvictionPolicy` - `Codec`; `Services` is what the manager
-hands to a backend, `BlockCopy` and `BlockIO` are the batches. `API_VERSION` is checked when a plug-in is loaded.
+`DeviceBackend` - `StorageBackend` - `DirectStorage` - `EvictionPolicy` - `Codec`; `Services` is
+what the manager hands to a backend, `BlockCopy` and `BlockIO` are the batches. `API_VERSION` is
+checked when a plug-in is loaded.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ API_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a backend may use: the loop's completions, the host arena, the identity of what is stored.
+    """What a backend may use: the loop's completions, the host arena, the identity of what is
+    stored.
 
-    `settings` are the backend's own options from the configuration, `capacity_blocks` the slots it must hold
-    (0 for key-addressed stores without a limit).
+    `settings` are the backend's own options from the configuration, `capacity_blocks` the slots it
+    must hold (0 for key-addressed stores without a limit).
     """
 
     completions: Completions
@@ -48,7 +51,9 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One layer's share of a device block: up to three loops over segments of contiguous bytes (see copy.h)."""
+    """One layer's share of a device block: up to three loops over segments of contiguous bytes (see
+    copy.h).
+    """
 
     layer: int
     base: int
@@ -60,7 +65,9 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered device memory: planes in order of their offset in the host block. `owner` keeps it alive."""
+    """Registered device memory: planes in order of their offset in the host block. `owner` keeps it
+    alive.
+    """
 
     planes: tuple[Plane, ...]
     blocks: int
@@ -92,8 +99,10 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockIO:
-    """A batch between host and store: item i pairs arena slot `host_slots[i]` with slot `store_slots[i]` (slot
-    addressing) and key `keys[i]`. `parents` and `depths` describe the chain and are given with writes."""
+    """A batch between host and store: item i pairs arena slot `host_slots[i]` with slot
+    `store_slots[i]` (slot addressing) and key `keys[i]`. `parents` and `depths` describe the chain
+    and are given with writes.
+    """
 
     host_slots: SlotIds
     store_slots: SlotIds
@@ -117,7 +126,7 @@ class Recovered:
 
 @runtime_checkable
 class DeviceBackend(Protocol):
-    """One accelerator family. Five duties - discover, export, import, copy, close - and no others."""
+    """One accelerator family. Five duties and no others: discover, export, import, copy, close."""
 
     flexkv_api: ClassVar[int]
 
@@ -139,7 +148,7 @@ class DeviceBackend(Protocol):
     def import_region(self, handle: RegionHandle) -> Region: ...
 
     async def copy(self, batch: BlockCopy) -> None:
-        """Copy the batch; return when all bytes have landed. Raises TransferError if they did not."""
+        """Copy the batch; return when all bytes have landed, raise TransferError if not."""
         ...
 
     async def aclose(self) -> None:
@@ -149,7 +158,9 @@ class DeviceBackend(Protocol):
 
 @runtime_checkable
 class StorageBackend(Protocol):
-    """A place for blocks below host memory, addressed by slot (we choose where) or by key (the store does)."""
+    """A place for blocks below host memory, addressed by slot (we choose where) or by key (the
+    store does).
+    """
 
     flexkv_api: ClassVar[int]
     addressing: ClassVar[Literal["slot", "key"]]
@@ -163,7 +174,7 @@ class StorageBackend(Protocol):
         ...
 
     async def read(self, batch: BlockIO) -> Statuses:
-        """Fill the arena slots; one IOStatus per block. Bytes are verified before LANDED is said."""
+        """Fill the arena slots; one IOStatus per block. LANDED means landed and verified."""
         ...
 
     async def write(self, batch: BlockIO) -> Statuses:
@@ -181,14 +192,17 @@ class StorageBackend(Protocol):
 class DirectStorage(Protocol):
     """Optional capability of a device backend: storage <-> device without the host."""
 
-    async def read_into(self, batch: BlockIO, region: Region, device_blocks: SlotIds) -> Statuses: ...
+    async def read_into(
+        self, batch: BlockIO, region: Region, device_blocks: SlotIds
+    ) -> Statuses: ...
 
 
 class LeafOrder(Protocol):
-    """What the index offers to policies that rank blocks by one number: the smallest rank leaves first.
+    """What the index offers to policies that rank blocks by one number: the smallest rank leaves
+    first.
 
-    Only blocks without children in the tier are candidates; when one leaves, its parent takes its place. Ties
-    are broken by the order in which ranks were set.
+    Only blocks without children in the tier are candidates; when one leaves, its parent takes its
+    place. Ties are broken by the order in which ranks were set.
     """
 
     def rank(self, blocks: BlockIds, value: float) -> None:
@@ -200,13 +214,17 @@ class LeafOrder(Protocol):
     def ranks(self, blocks: BlockIds) -> NDArray[np.float64]: ...
 
     def take(self, count: int) -> BlockIds:
-        """Up to `count` evictable blocks, lowest rank first, leaves before their parents. Changes nothing."""
+        """Up to `count` evictable blocks, lowest rank first, leaves before their parents. Changes
+        nothing.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy is opened with: its tier, the largest block number + 1, and the ranked leaf order."""
+    """What a policy is opened with: its tier, the largest block number + 1, and the ranked leaf
+    order.
+    """
 
     tier: str
     capacity_blocks: int
@@ -219,8 +237,8 @@ class PolicyContext:
 class EvictionPolicy(Protocol):
     """Says which blocks of one tier leave first. Synchronous, arrays not scalars, no I/O, no clock.
 
-    `now` is in seconds and never goes back. `blocks` come in prompt order (ancestors first). The index vetoes
-    pinned blocks and blocks with children whatever the policy answers.
+    `now` is in seconds and never goes back. `blocks` come in prompt order (ancestors first). The
+    index vetoes pinned blocks and blocks with children whatever the policy answers.
     """
 
     flexkv_api: ClassVar[int]
@@ -234,7 +252,9 @@ class EvictionPolicy(Protocol):
     def removed(self, blocks: BlockIds) -> None: ...
 
     def victims(self, count: int, evictable: Callable[[BlockIds], BoolArray]) -> BlockIds:
-        """Up to `count` blocks to evict now, in order. May return fewer; is asked again while more are needed."""
+        """Up to `count` blocks to evict now, in order. May return fewer; is asked again while more
+        are needed.
+        """
         ...
 
 

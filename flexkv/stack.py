@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import anyio.to_thread
 
@@ -23,13 +24,16 @@ from flexkv.ledger import Ledger
 from flexkv.memory import Arena
 from flexkv.model import HOST, KVSpec
 from flexkv.planner import Planner
+from flexkv.plans import Plans
 from flexkv.pool import SlotPool
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
 from flexkv.tier import Tier
 
 DISK = "disk"
-_SPARE_ENTRIES = 1024  # index entries for blocks that are pinned or interior while they are in no tier
+_SPARE_ENTRIES = (
+    1024  # index entries for blocks that are pinned or interior while they are in no tier
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Stack:
     index: PrefixIndex
     ledger: Ledger
     planner: Planner
+    plans: Plans
     engine: Engine
     spiller: Spiller
     discarder: Discarder
@@ -97,7 +102,9 @@ async def _open(
     async def close_memory() -> None:
         stayed_out = await completions.aclose(config.close_timeout_ms)
         if stayed_out:
-            log.error("close.leaked", tickets=stayed_out, reason="hardware may still write to the arena")
+            log.error(
+                "close.leaked", tickets=stayed_out, reason="hardware may still write to the arena"
+            )
         else:
             arena.close()
 
@@ -110,13 +117,15 @@ async def _open(
     recovered: dict[str, Recovered] = {}
     if disk_slots:
         store: StorageBackend = plugins.load("flexkv.backends", config.disk_backend)()
-        services = Services(completions, arena, identity, config.backend_settings("disk"), disk_slots)
+        services = Services(
+            completions, arena, identity, config.backend_settings("disk"), disk_slots
+        )
         found = await store.open(services)
         closer.push_async_callback(store.aclose)
         stores[DISK] = store
         if found is not None:
             recovered[DISK] = found
-    ledger = _make_ledger(config, host_slots, {DISK: disk_slots} if disk_slots else {})
+    ledger = _make_ledger(config, telemetry, host_slots, {DISK: disk_slots} if disk_slots else {})
     planner = Planner(ledger, chunk_blocks=chunk_blocks)
     engine = Engine(
         completions,
@@ -132,7 +141,11 @@ async def _open(
         telemetry=telemetry,
     )
     spiller = Spiller(
-        planner, engine, telemetry, queue_blocks=config.spill_queue_blocks, batch_blocks=chunk_blocks
+        planner,
+        engine,
+        telemetry,
+        queue_blocks=config.spill_queue_blocks,
+        batch_blocks=chunk_blocks,
     )
     for name, found in recovered.items():
         kept = ledger.restore(ledger.tiers[name], found, completions.now())
@@ -146,6 +159,7 @@ async def _open(
         ledger.index,
         ledger,
         planner,
+        Plans(planner, completions, telemetry, config.plan_ttl_ms),
         engine,
         spiller,
         Discarder(ledger, stores),
@@ -153,7 +167,13 @@ async def _open(
     )
 
 
-def _make_ledger(config: FlexKVConfig, host_slots: int, stores: Mapping[str, int]) -> Ledger:
+def _count_evicted(telemetry: Telemetry, tier: str, count: int) -> None:
+    telemetry.add("evicted_blocks", count, tier=tier)
+
+
+def _make_ledger(
+    config: FlexKVConfig, telemetry: Telemetry, host_slots: int, stores: Mapping[str, int]
+) -> Ledger:
     capacities = {HOST: host_slots, **stores}
     max_blocks = sum(capacities.values()) + _SPARE_ENTRIES
     index = PrefixIndex(max_blocks, list(capacities))
@@ -162,7 +182,15 @@ def _make_ledger(config: FlexKVConfig, host_slots: int, stores: Mapping[str, int
         policy = plugins.load("flexkv.policies", config.policy_of(name))()
         index.set_policy(number, policy, config.policy_settings())
         tiers.append(
-            Tier(name, number, index, SlotPool(slots), config.evict_ratio, config.evict_start_threshold)
+            Tier(
+                name,
+                number,
+                index,
+                SlotPool(slots),
+                config.evict_ratio,
+                config.evict_start_threshold,
+                partial(_count_evicted, telemetry, name),
+            )
         )
     return Ledger(
         index,

@@ -1,7 +1,7 @@
 """flexkv for callers without an event loop: one loop thread behind plain blocking calls.
 
-`BlockingKVManager` has KVManager's verbs; each call runs on the loop thread and returns when it is answered.
-`BlockingTransfer` wraps a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
+`BlockingKVManager` has KVManager's verbs; each call runs on the loop thread and returns when it is
+answered. `BlockingTransfer` wraps a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class BlockingTransfer:
 
     def result(self, timeout_ms: float | None = None) -> GetResult | PutResult:
         """Wait for the result; TimeoutError when it takes longer (the transfer goes on)."""
-        result: GetResult | PutResult = self._manager.run(self._transfer._listen, timeout_ms=timeout_ms)
+        result: GetResult | PutResult = self._manager.run(
+            self._transfer._listen, timeout_ms=timeout_ms
+        )
         return result
 
     def durable(self, timeout_ms: float | None = None) -> PutResult:
@@ -58,7 +60,9 @@ class BlockingTransfer:
 
 
 class BlockingKVManager:
-    """KVManager for synchronous engines: `with BlockingKVManager(config) as kv`. Calls may come from any thread."""
+    """KVManager for synchronous engines: `with BlockingKVManager(config) as kv`. Calls may come
+    from any thread.
+    """
 
     def __init__(self, config: FlexKVConfig | None = None, **overrides: Any) -> None:
         self._kv = KVManager(config, **overrides)
@@ -110,11 +114,16 @@ class BlockingKVManager:
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            raise ClosedError("the manager is not open: use it inside `with BlockingKVManager(config) as kv`")
+            raise ClosedError(
+                "the manager is not open: use it inside `with BlockingKVManager(config) as kv`"
+            )
         return self._loop
 
     def run(
-        self, verb: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any, timeout_ms: float | None = None
+        self,
+        verb: Callable[..., Coroutine[Any, Any, _T]],
+        *arguments: Any,
+        timeout_ms: float | None = None,
     ) -> _T:
         """Run a coroutine function on the loop thread and wait for it.
 
@@ -169,17 +178,27 @@ class BlockingKVManager:
         """See KVManager.launch."""
         return BlockingTransfer(self, self.call(self._kv.launch, plan, slot_mapping))
 
-    def get(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> BlockingTransfer:
+    def get(
+        self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None
+    ) -> BlockingTransfer:
         """See KVManager.get_async."""
-        return BlockingTransfer(self, self.call(self._kv.get_async, tokens, slot_mapping, namespace=namespace))
+        return BlockingTransfer(
+            self, self.call(self._kv.get_async, tokens, slot_mapping, namespace=namespace)
+        )
 
-    def put(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> BlockingTransfer:
+    def put(
+        self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None
+    ) -> BlockingTransfer:
         """See KVManager.put_async."""
-        return BlockingTransfer(self, self.call(self._kv.put_async, tokens, slot_mapping, namespace=namespace))
+        return BlockingTransfer(
+            self, self.call(self._kv.put_async, tokens, slot_mapping, namespace=namespace)
+        )
 
     def prefetch(self, tokens: Any, *, namespace: Namespace = None) -> BlockingTransfer:
         """See KVManager.prefetch_async."""
-        return BlockingTransfer(self, self.call(self._kv.prefetch_async, tokens, namespace=namespace))
+        return BlockingTransfer(
+            self, self.call(self._kv.prefetch_async, tokens, namespace=namespace)
+        )
 
     def wait(
         self, transfers: Iterable[BlockingTransfer], *, timeout_ms: float | None = None

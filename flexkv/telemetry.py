@@ -34,71 +34,39 @@ class Series(NamedTuple):
     bounds: tuple[float, ...] = _SECONDS
 
 
+# Prometheus shows them as flexkv_NAME, counters as flexkv_NAME_total
 METRICS: dict[str, Series] = {
     # what was asked for
-    "flexkv_requests_total": Series(
-        "counter", "requests by kind and how they ended", ("kind", "outcome")
-    ),
-    "flexkv_queried_blocks_total": Series("counter", "blocks looked up in a tier", ("tier",)),
-    "flexkv_cache_hit_blocks_total": Series("counter", "blocks a tier could serve", ("tier",)),
-    "flexkv_cache_miss_blocks_total": Series("counter", "blocks no tier could serve"),
+    "transfers": Series("counter", "transfers that ended, and how", ("kind", "outcome")),
+    "timed_out_transfers": Series("counter", "transfers that passed their deadline", ("kind",)),
+    "expired_plans": Series("counter", "plans that were neither launched nor cancelled", ("kind",)),
+    "refused_puts": Series("counter", "puts for which there was no room"),
+    "queried_blocks": Series("counter", "blocks looked up"),
+    "hit_blocks": Series("counter", "blocks that matches found readable"),
     # what became of it
-    "flexkv_loaded_blocks_total": Series(
-        "counter", "blocks that reached the device, by the tier they were in", ("tier",)
-    ),
-    "flexkv_stored_blocks_total": Series(
-        "counter", "blocks that became readable in a tier", ("tier",)
-    ),
-    "flexkv_failed_blocks_total": Series(
-        "counter", "blocks whose I/O or copy failed", ("tier", "operation")
-    ),
-    "flexkv_damaged_blocks_total": Series(
-        "counter", "blocks whose bytes were wrong and were dropped", ("tier",)
-    ),
-    "flexkv_shared_reads_blocks_total": Series(
-        "counter", "blocks that waited for a read another request had begun", ("tier",)
-    ),
-    # what moved
-    "flexkv_transfer_blocks_total": Series("counter", "blocks moved", ("source", "target")),
-    "flexkv_transfer_ops_total": Series("counter", "copy operations", ("source", "target")),
-    "flexkv_transfer_bytes_total": Series("counter", "bytes moved", ("source", "target")),
-    # what had to go
-    "flexkv_evicted_blocks_total": Series("counter", "blocks evicted from a tier", ("tier",)),
-    "flexkv_allocation_failures_total": Series(
-        "counter", "requests for slots that a tier could not meet", ("tier",)
-    ),
-    "flexkv_dropped_blocks_total": Series(
-        "counter", "blocks of work given up under load", ("work",)
-    ),
-    "flexkv_deadlines_total": Series(
-        "counter", "operations that passed their deadline", ("operation",)
-    ),
-    # how long it took
-    "flexkv_request_seconds": Series("histogram", "from the call to its result", ("kind",)),
-    "flexkv_exposed_seconds": Series("histogram", "transfer time somebody waited for", ("kind",)),
-    "flexkv_hidden_seconds": Series(
-        "histogram", "transfer time that passed beside other work", ("kind",)
-    ),
-    "flexkv_transfer_seconds": Series(
-        "histogram", "duration of one operation", ("source", "target")
-    ),
-    "flexkv_match_seconds": Series("histogram", "duration of a match"),
+    "tier_hit_blocks": Series("counter", "blocks to load, by the tier they were in", ("tier",)),
+    "loaded_blocks": Series("counter", "blocks that gets brought to the device"),
+    "stored_blocks": Series("counter", "blocks that puts brought to host memory"),
+    "failed_blocks": Series("counter", "blocks whose move failed", ("source", "target")),
+    "damaged_blocks": Series("counter", "blocks dropped for wrong bytes", ("tier",)),
+    # what moved, and what had to go
+    "transfer_blocks": Series("counter", "blocks moved", ("source", "target")),
+    "transfer_ops": Series("counter", "copy operations", ("source", "target")),
+    "transfer_bytes": Series("counter", "bytes moved", ("source", "target")),
+    "evicted_blocks": Series("counter", "blocks evicted from a tier", ("tier",)),
+    "dropped_blocks": Series("counter", "blocks of work given up under load", ("work",)),
+    # how long it took; part: exposed (somebody waited) or hidden (beside other work)
+    "transfer_seconds": Series("histogram", "duration of a transfer", ("kind", "part")),
     # how it stands
-    "flexkv_mempool_total_blocks": Series("gauge", "slots of a tier", ("tier",)),
-    "flexkv_mempool_free_blocks": Series("gauge", "free slots of a tier", ("tier",)),
-    "flexkv_mempool_in_flight_blocks": Series(
-        "gauge", "slots of a tier with bytes on their way", ("tier",)
-    ),
-    "flexkv_tier_up": Series(
-        "gauge", "1 while a tier is in use, 0 when it was switched off", ("tier",)
-    ),
-    "flexkv_lane_queued_ops": Series("gauge", "operations waiting for a lane", ("lane",)),
-    "flexkv_lane_in_flight_bytes": Series("gauge", "bytes in flight in a lane", ("lane",)),
-    "flexkv_requests_in_flight": Series("gauge", "requests that have not ended", ("kind",)),
-    "flexkv_spill_queued_blocks": Series("gauge", "blocks waiting to be spilled"),
-    "flexkv_index_blocks": Series("gauge", "entries of the index"),
-    "flexkv_pinned_blocks": Series("gauge", "pins held by requests and plans"),
-    "flexkv_tickets_in_flight": Series("gauge", "batches of hardware work in flight"),
+    "tier_capacity_blocks": Series("gauge", "slots of a tier", ("tier",)),
+    "tier_free_blocks": Series("gauge", "free slots of a tier", ("tier",)),
+    "lane_queue_depth": Series("gauge", "requests waiting for a lane", ("lane",)),
+    "lane_bytes_in_flight": Series("gauge", "bytes in flight in a lane", ("lane",)),
+    "transfers_in_flight": Series("gauge", "transfers that have not ended", ("kind",)),
+    "spill_queue_blocks": Series("gauge", "blocks waiting to be spilled"),
+    "index_blocks": Series("gauge", "entries of the index"),
+    "pinned_blocks": Series("gauge", "pins held by transfers and plans"),
+    "tickets_in_flight": Series("gauge", "batches of hardware work in flight"),
 }
 
 Key = tuple[str, ...]  # name, then the values of its labels
@@ -149,8 +117,8 @@ class Telemetry:
             if kind.kind == "counter" and not kind.labels
         }
         self.histograms: dict[Key, Histogram] = {}
-        self.gauges: dict[Key, Callable[[], float]] = {}
-        self._watchers: weakref.WeakSet[Collector] = weakref.WeakSet()
+        self.readers: dict[Key, Callable[[], float]] = {}
+        self.watchers: weakref.WeakSet[Collector] = weakref.WeakSet()
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Count up by `amount` (>= 0; 0 makes the series appear)."""
@@ -158,7 +126,7 @@ class Telemetry:
         try:
             self.counters[key] += amount
         except KeyError:
-            key = _key("counter", name, labels)
+            key = _key(("counter",), name, labels)
             self.counters[key] = self.counters.get(key, 0.0) + amount
 
     def observe(self, name: str, value: float, **labels: str) -> None:
@@ -166,23 +134,33 @@ class Telemetry:
         key = (name, *labels.values())
         found = self.histograms.get(key)
         if found is None:
-            key = _key("histogram", name, labels)
+            key = _key(("histogram",), name, labels)
             found = self.histograms.setdefault(key, Histogram(METRICS[name].bounds))
         found.observe(value)
 
     def gauge(self, name: str, read: Callable[[], float], **labels: str) -> None:
-        """Let `read()` answer for a gauge whenever somebody looks; it must not change anything."""
-        self.gauges[_key("gauge", name, labels)] = read
+        """Let `read()` answer whenever somebody looks; it must change nothing.
+
+        Counters that somebody else keeps may be offered in the same way.
+        """
+        self.readers[_key(("gauge", "counter"), name, labels)] = read
 
     def value(self, name: str, **labels: str) -> float:
         """Return a counter or gauge (0 if never touched), or how many values a histogram has."""
-        kind = METRICS[name].kind
-        key = _key(kind, name, labels)
-        if kind == "gauge":
-            return float(self.gauges[key]()) if key in self.gauges else 0.0
-        if kind == "histogram":
-            return float(sum(self.histograms[key].counts)) if key in self.histograms else 0.0
-        return self.counters.get(key, 0.0)
+        key = _key(("counter", "gauge", "histogram"), name, labels)
+        if key in self.histograms:
+            return float(sum(self.histograms[key].counts))
+        return self.read_all(key).get(key, 0.0)
+
+    def read_all(self, *keys: Key) -> dict[Key, float]:
+        """Return the counters and gauges, of `keys` or all."""
+        values = {
+            key: self.counters[key] for key in keys or list(self.counters) if key in self.counters
+        }
+        for key, read in list(self.readers.items()):
+            if not keys or key in keys:
+                values[key] = values.get(key, 0.0) + float(read())
+        return values
 
     def snapshot(self) -> dict[str, Any]:
         """Return everything as plain data: {name: value} or {name: {"label=value,...": value}}.
@@ -200,9 +178,7 @@ class Telemetry:
         return result
 
     def _plain(self) -> Iterator[tuple[Key, Any]]:
-        yield from list(self.counters.items())
-        for key, read in list(self.gauges.items()):
-            yield key, float(read())
+        yield from self.read_all().items()
         for key, item in list(self.histograms.items()):
             yield key, {"count": sum(item.counts), "sum": item.total}
 
@@ -213,18 +189,27 @@ class Telemetry:
         return collector
 
     def retire(self) -> None:
-        """Say that the manager is closed: gauges end, counts stay with collectors. Do it last."""
-        self.gauges.clear()
-        for collector in list(self._watchers):
+        """Say that the manager is about to close: gauges end, counts stay with collectors.
+
+        Do it last, but while what the gauges read is still there.
+        """
+        totals = self.read_all()
+        self.counters.update({key: value for key, value in totals.items() if _is_counter(key)})
+        self.readers.clear()
+        for collector in list(self.watchers):
             collector.fold(self)
-        self._watchers.clear()
+        self.watchers.clear()
 
 
-def _key(kind: str, name: str, labels: Mapping[str, str]) -> Key:
-    """Check a name and its labels; return the key with labels in their declared order."""
+def _is_counter(key: Key) -> bool:
+    return METRICS[key[0]].kind == "counter"
+
+
+def _key(kinds: tuple[str, ...], name: str, labels: Mapping[str, str]) -> Key:
+    """Check a name and its labels; return the key."""
     series = METRICS.get(name)
-    if series is None or series.kind != kind:
-        raise ValueError(f"{name!r} is not a {kind}; declare it in METRICS first")
+    if series is None or series.kind not in kinds:
+        raise ValueError(f"{name!r} is not a {' or '.join(kinds)}; declare it in METRICS first")
     if set(labels) != set(series.labels):
         raise ValueError(f"{name} has the labels {series.labels}, got {tuple(labels)}")
     if tuple(labels) != series.labels:
@@ -249,14 +234,16 @@ class Collector:
         with self._lock:
             if telemetry not in self._live:
                 self._live.append(telemetry)
-                telemetry._watchers.add(self)
+                telemetry.watchers.add(self)
 
     def fold(self, telemetry: Telemetry) -> None:
         """Keep the counts of a retired telemetry and let go of it."""
         with self._lock:
             if telemetry in self._live:
                 self._live.remove(telemetry)
-                _merge(self._past, telemetry)
+                for key, value in telemetry.counters.items():
+                    self._past.counters[key] = self._past.counters.get(key, 0.0) + value
+                _merge(self._past.histograms, telemetry.histograms)
 
     def describe(self) -> Iterable[Metric]:
         """Return the metrics without samples, so that registering reads nothing."""
@@ -265,25 +252,23 @@ class Collector:
     def collect(self) -> Iterable[Metric]:
         """Return the metrics with all samples, each series once."""
         with self._lock:
-            total = Telemetry()
-            gauges: dict[Key, float] = {}
+            values: dict[Key, float] = {}
+            histograms: dict[Key, Histogram] = {}
             for part in (self._past, *self._live):
-                _merge(total, part)
-                for key, read in list(part.gauges.items()):
-                    gauges[key] = gauges.get(key, 0.0) + float(read())
+                for key, value in part.read_all().items():
+                    values[key] = values.get(key, 0.0) + value
+                _merge(histograms, part.histograms)
         families = {name: _family(name) for name in METRICS}
-        for (name, *labels), value in (*total.counters.items(), *gauges.items()):
+        for (name, *labels), value in values.items():
             families[name].add_metric(labels, value)
-        for (name, *labels), item in total.histograms.items():
+        for (name, *labels), item in histograms.items():
             families[name].add_metric(labels, item.cumulative(), item.total)
         return list(families.values())
 
 
-def _merge(target: Telemetry, source: Telemetry) -> None:
-    for key, value in list(source.counters.items()):
-        target.counters[key] = target.counters.get(key, 0.0) + value
-    for key, item in list(source.histograms.items()):
-        target.histograms.setdefault(key, Histogram(item.bounds)).merge(item)
+def _merge(target: dict[Key, Histogram], source: Mapping[Key, Histogram]) -> None:
+    for key, item in list(source.items()):
+        target.setdefault(key, Histogram(item.bounds)).merge(item)
 
 
 def _family(name: str) -> Any:
@@ -295,7 +280,7 @@ def _family(name: str) -> Any:
         "gauge": core.GaugeMetricFamily,
         "histogram": core.HistogramMetricFamily,
     }
-    return kinds[series.kind](name, series.help, labels=series.labels)
+    return kinds[series.kind](f"flexkv_{name}", series.help, labels=series.labels)
 
 
 _exposed: weakref.WeakKeyDictionary[CollectorRegistry, Collector] = weakref.WeakKeyDictionary()

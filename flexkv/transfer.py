@@ -1,8 +1,8 @@
 """Handles: what the manager's calls return, to listen to and to steer.
 
-`Plan` (a match that holds its blocks until launched or cancelled) - `Transfer` (work under way; awaiting it is only
-listening) - `GetResult`, `PutResult`. A transfer belongs to the manager, never to its caller: cancelling or timing
-out a listener touches no byte.
+`Plan` (a match that holds its blocks until launched or cancelled) - `Transfer` (work under way;
+awaiting it is only listening) - `GetResult`, `PutResult`. A transfer belongs to the manager, never
+to its caller: cancelling or timing out a listener touches no byte.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Kind = Literal["get", "put", "prefetch"]
 class GetResult:
     """What a get (or prefetch) brought.
 
-    `loaded` tokens are the longest run, from the first token asked for, whose bytes truly landed and verified.
-    `by_tier` counts matched blocks by the tier they were to come from. `failed_device_blocks` are the device blocks
-    that were asked for and must not be read. `exposed_ms` is the part of `elapsed_ms` during which somebody was
-    waiting for the transfer; the rest was hidden behind other work.
+    `loaded` tokens are the longest run, from the first token asked for, whose bytes truly landed
+    and verified. `by_tier` counts matched blocks by the tier they were to come from.
+    `failed_device_blocks` are the device blocks that were asked for and must not be read.
+    `exposed_ms` is the part of `elapsed_ms` during which somebody was waiting for the transfer; the
+    rest was hidden behind other work.
     """
 
     loaded: int
@@ -48,7 +49,8 @@ class GetResult:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What a put stored: `stored` tokens are readable in host memory, `new` of them came from this put.
+    """What a put stored: `stored` tokens are readable in host memory, `new` of them came from this
+    put.
 
     When it is there, the engine may reuse its device slots. Times as in GetResult.
     """
@@ -92,7 +94,9 @@ class Plan:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """Give everything back. Safe at any time and any number of times; after a launch it does nothing."""
+        """Give everything back. Safe at any time and any number of times; after a launch it does
+        nothing.
+        """
         self._cancel(self)
 
     def __repr__(self) -> str:
@@ -101,7 +105,9 @@ class Plan:
 
 
 class Transfer:
-    """A get, put or prefetch under way. Await it for its result, as often and from as many tasks as you like."""
+    """A get, put or prefetch under way. Await it for its result, as often and from as many tasks as
+    you like.
+    """
 
     __slots__ = (
         "_cancel",
@@ -170,6 +176,21 @@ class Transfer:
             raise self._error
         return self._result
 
+    @property
+    def outcome(self) -> str:
+        """How it ended, for counters: ok, partial, failed, cancelled, timeout, or running."""
+        if not self._settled.is_set():
+            return "running"
+        if self._error is not None:
+            return "failed"
+        if self._result.cancelled:
+            return "cancelled"
+        if isinstance(self._result, GetResult):
+            if self._result.timed_out:
+                return "timeout"
+            return "ok" if self._result.loaded == self._result.matched else "partial"
+        return "ok"
+
     async def settled(self) -> None:
         """Wait until the result is there, without raising what it holds."""
         if self._first_listened is None:
@@ -177,7 +198,9 @@ class Transfer:
         await self._settled.wait()
 
     async def quiesced(self) -> None:
-        """Wait until no byte can land in, or be read from, the device any more: its slots may be reused."""
+        """Wait until no byte can land in, or be read from, the device any more: its slots may be
+        reused.
+        """
         await self._quiet.wait()
 
     async def durable(self) -> PutResult:
@@ -192,8 +215,9 @@ class Transfer:
         return result
 
     def cancel(self) -> None:
-        """Drop the work that has not started. What has started runs to its end (milliseconds), then the handle is
-        done, with `cancelled` true in its result."""
+        """Drop the work that has not started. What has started runs to its end (milliseconds), then
+        the handle is done, with `cancelled` true in its result.
+        """
         self._cancel(self)
 
     def elapsed(self) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """The test rig: a small cache, numpy device memory, blocks whose bytes tell what they are.
 
-`Rig.open`, `Rig.put`, `Rig.get`, `check_idle`; `pattern` (the bytes of a block). Block = 4 tokens, host 8 blocks,
-disk 32 blocks unless a test says otherwise.
+`Rig.open`, `Rig.put`, `Rig.get`, `check_idle`; `pattern` (the bytes of a block). Block = 4 tokens,
+host 8 blocks, disk 32 blocks unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from flexkv import FlexKVConfig, GetResult, KVManager, KVSpec
 from flexkv.transfer import Transfer
 
 TOKENS_PER_BLOCK = 4
-LAYERS, HEADS, HEAD_SIZE = 2, 2, 64  # one block = 2 layers x 2 parts x 4 tokens x 2 heads x 64 x 2 B = 4 KiB
+LAYERS, HEADS, HEAD_SIZE = (
+    2,
+    2,
+    64,
+)  # one block = 2 layers x 2 parts x 4 tokens x 2 heads x 64 x 2 B = 4 KiB
 SPEC = KVSpec.uniform(LAYERS, HEADS, HEAD_SIZE, "float16", tokens_per_block=TOKENS_PER_BLOCK)
 STRIDE = SPEC.stride_bytes
 
@@ -28,7 +32,9 @@ def pattern(tokens: Sequence[int], block: int, namespace: Any = None) -> NDArray
     """The bytes that block `block` of this prompt must hold: a function of the whole prefix."""
     prefix = np.asarray(tokens[: (block + 1) * TOKENS_PER_BLOCK], np.int64).tobytes()
     seed = hashlib.sha256(prefix + repr(tuple(namespace or ())).encode()).digest()
-    return np.random.default_rng(list(seed)).integers(0, 255, SPEC.block_bytes, np.uint8, endpoint=True)
+    return np.random.default_rng(list(seed)).integers(
+        0, 255, SPEC.block_bytes, np.uint8, endpoint=True
+    )
 
 
 def prompt(name: int, blocks: int, *, shared: Sequence[int] = ()) -> list[int]:
@@ -37,7 +43,9 @@ def prompt(name: int, blocks: int, *, shared: Sequence[int] = ()) -> list[int]:
 
 
 class Device:
-    """Engine memory: per layer an array [part, block, token, head, element], as uint16 in the place of fp16."""
+    """Engine memory: per layer an array [part, block, token, head, element], as uint16 in the place
+    of fp16.
+    """
 
     def __init__(self, blocks: int = 64) -> None:
         shape = (2, blocks, TOKENS_PER_BLOCK, HEADS, HEAD_SIZE)
@@ -52,7 +60,9 @@ class Device:
 
     def read(self, block: int) -> NDArray[np.uint8]:
         """A block's bytes in host order."""
-        return np.stack([cache[:, block] for cache in self.caches.values()]).view(np.uint8).reshape(-1)
+        return (
+            np.stack([cache[:, block] for cache in self.caches.values()]).view(np.uint8).reshape(-1)
+        )
 
     def wipe(self, value: int = 0xDEAD) -> None:
         """Fill everything with a sentinel."""
@@ -80,7 +90,9 @@ class Rig:
         mapping = slots_of(range(first, first + count))
         return self.kv.put_async(tokens, mapping, namespace=namespace)
 
-    async def put(self, tokens: Sequence[int], namespace: Any = None, *, durable: bool = True) -> None:
+    async def put(
+        self, tokens: Sequence[int], namespace: Any = None, *, durable: bool = True
+    ) -> None:
         """Put a prompt; with `durable`, wait until the lowest tier has it."""
         transfer = self.start_put(tokens, namespace)
         await transfer
@@ -90,8 +102,9 @@ class Rig:
     async def get(
         self, tokens: Sequence[int], namespace: Any = None, *, blocks: Sequence[int] | None = None
     ) -> GetResult:
-        """Get a prompt into wiped device blocks; check that every loaded block holds the right bytes and that no
-        other block was touched."""
+        """Get a prompt into wiped device blocks; check that every loaded block holds the right
+        bytes and that no other block was touched.
+        """
         count = len(tokens) // TOKENS_PER_BLOCK
         targets = list(range(count)) if blocks is None else list(blocks)
         self.device.wipe()
@@ -100,15 +113,25 @@ class Rig:
         return result
 
     def check(
-        self, tokens: Sequence[int], result: GetResult, targets: Sequence[int], namespace: Any = None
+        self,
+        tokens: Sequence[int],
+        result: GetResult,
+        targets: Sequence[int],
+        namespace: Any = None,
     ) -> None:
-        """Check every loaded block against its pattern, and that unrelated device blocks are untouched."""
+        """Check every loaded block against its pattern, and that unrelated device blocks are
+        untouched.
+        """
         loaded = result.loaded // TOKENS_PER_BLOCK
         for i, block in enumerate(targets[:loaded]):
-            assert np.array_equal(self.device.read(block), pattern(tokens, i, namespace)), f"block {i} is wrong"
+            assert np.array_equal(self.device.read(block), pattern(tokens, i, namespace)), (
+                f"block {i} is wrong"
+            )
         sentinel = np.full(SPEC.block_bytes // 2, 0xDEAD, np.uint16).view(np.uint8)
         for block in set(range(self.device.blocks)) - set(targets):
-            assert np.array_equal(self.device.read(block), sentinel), f"device block {block} was touched"
+            assert np.array_equal(self.device.read(block), sentinel), (
+                f"device block {block} was touched"
+            )
 
     async def check_idle(self) -> None:
         """Nothing is pinned, planned, in flight or out of the books."""
@@ -129,9 +152,17 @@ def check_books(kv: KVManager) -> None:
 
 @asynccontextmanager
 async def open_rig(
-    path: Path | None = None, *, host: int = 8, disk: int = 32, dirs: int = 1, device: int = 64, **settings: Any
+    path: Path | None = None,
+    *,
+    host: int = 8,
+    disk: int = 32,
+    dirs: int = 1,
+    device: int = 64,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """Open a manager on `path` (no disk tier without one), and check its books when the test is through."""
+    """Open a manager on `path` (no disk tier without one), and check its books when the test is
+    through.
+    """
     config: dict[str, Any] = {
         "model": "test-model",
         "spec": SPEC,
@@ -144,7 +175,10 @@ async def open_rig(
         "close_timeout_ms": 5000,
     }
     if path is not None:
-        config |= {"disk_cache_bytes": disk * STRIDE, "disk_dirs": [path / f"d{i}" for i in range(dirs)]}
+        config |= {
+            "disk_cache_bytes": disk * STRIDE,
+            "disk_dirs": [path / f"d{i}" for i in range(dirs)],
+        }
     async with KVManager(FlexKVConfig.load(**(config | settings))) as kv:
         rig = Rig(kv, Device(device))
         yield rig

@@ -250,6 +250,19 @@ def test_misuse_is_told(loop: str) -> None:
     run_on(loop, main())
 
 
+def test_timers_are_the_loops(loop: str) -> None:
+    async def main() -> None:
+        async with opened() as completions:
+            called: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+            never = completions.call_later(0.001, called.cancel)
+            never.cancel()
+            start = completions.now()
+            completions.call_later(0.01, lambda late: called.set_result(completions.now()), 1)
+            assert await called - start >= 0.009
+
+    run_on(loop, main())
+
+
 def test_completions_need_a_running_loop(loop: str) -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         Completions()

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from flexkv.telemetry import METRICS, Telemetry, expose, log
 
-BYTES = "flexkv_transfer_bytes_total"
+BYTES = "transfer_bytes"
 
 
 def test_adding_counts_per_label() -> None:
@@ -19,19 +19,19 @@ def test_adding_counts_per_label() -> None:
     telemetry.add(BYTES, 5, source="disk", target="host")
     telemetry.add(BYTES, 6, source="disk", target="host")
     telemetry.add(BYTES, 7, source="host", target="device")
-    telemetry.add("flexkv_cache_miss_blocks_total")
+    telemetry.add("refused_puts")
     assert telemetry.value(BYTES, source="disk", target="host") == 11
     assert telemetry.value(BYTES, source="host", target="device") == 7
     assert telemetry.value(BYTES, source="host", target="disk") == 0
     snapshot = telemetry.snapshot()
     assert snapshot[BYTES] == {"source=disk,target=host": 11, "source=host,target=device": 7}
-    assert snapshot["flexkv_cache_miss_blocks_total"] == 1
+    assert snapshot["refused_puts"] == 1
 
 
 def test_misspelt_names_and_labels_are_errors() -> None:
     telemetry = Telemetry()
     with pytest.raises(ValueError, match="not a counter"):
-        telemetry.add("flexkv_nonsense_total")
+        telemetry.add("nonsense")
     with pytest.raises(ValueError, match="not a histogram"):
         telemetry.observe(BYTES, 1, source="a", target="b")
     with pytest.raises(ValueError, match="labels"):
@@ -43,32 +43,32 @@ def test_misspelt_names_and_labels_are_errors() -> None:
 
 def test_histograms_count_into_the_right_bucket() -> None:
     telemetry = Telemetry()
-    bounds = METRICS["flexkv_match_seconds"].bounds
+    bounds = METRICS["match_seconds"].bounds
     for value in (0.0, bounds[0], bounds[0] * 1.01, bounds[-1] * 2):
-        telemetry.observe("flexkv_match_seconds", value)
-    item = telemetry.histograms[("flexkv_match_seconds",)]
+        telemetry.observe("match_seconds", value)
+    item = telemetry.histograms[("match_seconds",)]
     assert item.counts[0] == 2  # an upper edge belongs to its bucket
     assert item.counts[1] == 1
     assert item.counts[-1] == 1
     assert item.cumulative()[-1] == ("+Inf", 4)
-    assert telemetry.value("flexkv_match_seconds") == 4
-    assert telemetry.snapshot()["flexkv_match_seconds"]["count"] == 4
+    assert telemetry.value("match_seconds") == 4
+    assert telemetry.snapshot()["match_seconds"]["count"] == 4
 
 
 def test_gauges_are_read_when_asked() -> None:
     telemetry = Telemetry()
     free = [10]
-    telemetry.gauge("flexkv_mempool_free_blocks", lambda: free[0], tier="host")
-    assert telemetry.value("flexkv_mempool_free_blocks", tier="host") == 10
+    telemetry.gauge("tier_free_blocks", lambda: free[0], tier="host")
+    assert telemetry.value("tier_free_blocks", tier="host") == 10
     free[0] = 3
-    assert telemetry.value("flexkv_mempool_free_blocks", tier="host") == 3
+    assert telemetry.value("tier_free_blocks", tier="host") == 3
 
 
 def exercise(telemetry: Telemetry) -> None:
     telemetry.add(BYTES, 4096, source="device", target="host")
-    telemetry.add("flexkv_requests_total", kind="put", outcome="done")
-    telemetry.observe("flexkv_request_seconds", 0.002, kind="put")
-    telemetry.gauge("flexkv_mempool_total_blocks", lambda: 8, tier="host")
+    telemetry.add("transfers", kind="put")
+    telemetry.observe("transfer_seconds", 0.002, kind="put", part="exposed")
+    telemetry.gauge("tier_capacity_blocks", lambda: 8, tier="host")
 
 
 def test_scraping_changes_nothing_and_shows_every_series_once() -> None:
@@ -83,9 +83,11 @@ def test_scraping_changes_nothing_and_shows_every_series_once() -> None:
     assert len(series) == len(set(series))
     text = pages[0].decode()
     assert 'flexkv_transfer_bytes_total{source="device",target="host"} 4096.0' in text
-    assert 'flexkv_mempool_total_blocks{tier="host"} 8.0' in text
-    assert 'flexkv_request_seconds_bucket{kind="put",le="0.003"} 1.0' in text
-    assert 'flexkv_request_seconds_bucket{kind="put",le="0.001"} 0.0' in text
+    assert 'flexkv_tier_capacity_blocks{tier="host"} 8.0' in text
+    labels = {"kind": "put", "part": "exposed"}
+    for edge, count in (("0.001", 0), ("0.003", 1), ("+Inf", 1)):
+        name = "flexkv_transfer_seconds_bucket"
+        assert registry.get_sample_value(name, {**labels, "le": edge}) == count
 
 
 def test_stopping_and_starting_keeps_counts_and_duplicates_nothing() -> None:
@@ -95,14 +97,19 @@ def test_stopping_and_starting_keeps_counts_and_duplicates_nothing() -> None:
         expose(registry, telemetry)
         expose(registry, telemetry)
         exercise(telemetry)
-        labels = {"kind": "put", "outcome": "done"}
-        assert registry.get_sample_value("flexkv_requests_total", labels) == life
-        assert registry.get_sample_value("flexkv_mempool_total_blocks", {"tier": "host"}) == 8
+        labels = {"kind": "put"}
+        assert registry.get_sample_value("flexkv_transfers_total", labels) == life
+        assert registry.get_sample_value("flexkv_tier_capacity_blocks", {"tier": "host"}) == 8
         telemetry.retire()
-        assert registry.get_sample_value("flexkv_requests_total", labels) == life
-        assert registry.get_sample_value("flexkv_request_seconds_count", {"kind": "put"}) == life
-        assert registry.get_sample_value("flexkv_mempool_total_blocks", {"tier": "host"}) is None
-        assert telemetry.value("flexkv_requests_total", **labels) == 1  # its own books stay
+        assert registry.get_sample_value("flexkv_transfers_total", labels) == life
+        assert (
+            registry.get_sample_value(
+                "flexkv_transfer_seconds_count", {**labels, "part": "exposed"}
+            )
+            == life
+        )
+        assert registry.get_sample_value("flexkv_tier_capacity_blocks", {"tier": "host"}) is None
+        assert telemetry.value("transfers", **labels) == 1  # its own books stay
 
 
 def test_two_managers_on_one_registry_are_summed() -> None:
@@ -110,11 +117,11 @@ def test_two_managers_on_one_registry_are_summed() -> None:
     assert expose(registry, first) is expose(registry, second)
     exercise(first)
     exercise(second)
-    assert registry.get_sample_value("flexkv_mempool_total_blocks", {"tier": "host"}) == 16
+    assert registry.get_sample_value("flexkv_tier_capacity_blocks", {"tier": "host"}) == 16
     first.retire()
     labels = {"source": "device", "target": "host"}
-    assert registry.get_sample_value(BYTES, labels) == 8192
-    assert registry.get_sample_value("flexkv_mempool_total_blocks", {"tier": "host"}) == 8
+    assert registry.get_sample_value("flexkv_transfer_bytes_total", labels) == 8192
+    assert registry.get_sample_value("flexkv_tier_capacity_blocks", {"tier": "host"}) == 8
 
 
 def test_registering_reads_no_gauge() -> None:
@@ -125,7 +132,7 @@ def test_registering_reads_no_gauge() -> None:
         reads.append(1)
         return 1
 
-    telemetry.gauge("flexkv_index_blocks", read)
+    telemetry.gauge("index_blocks", read)
     registry = CollectorRegistry()
     expose(registry, telemetry)
     assert not reads
@@ -139,7 +146,7 @@ def test_a_retired_manager_is_let_go() -> None:
             return 1
 
     registry, telemetry, manager = CollectorRegistry(), Telemetry(), Manager()
-    telemetry.gauge("flexkv_index_blocks", manager.free)
+    telemetry.gauge("index_blocks", manager.free)
     expose(registry, telemetry)
     gone = weakref.ref(manager)
     telemetry.retire()
@@ -148,12 +155,15 @@ def test_a_retired_manager_is_let_go() -> None:
     assert gone() is None
 
 
-def test_names_follow_the_conventions() -> None:
-    for name, series in METRICS.items():
-        assert name.startswith("flexkv_")
-        assert series.kind != "counter" or name.endswith("_total")
-        assert series.kind != "histogram" or name.endswith("_seconds")
-        assert series.help
+def test_a_counter_kept_elsewhere_survives_its_keeper() -> None:
+    registry, telemetry, evicted = CollectorRegistry(), Telemetry(), [3]
+    telemetry.gauge("evicted_blocks", lambda: evicted[0], tier="host")
+    expose(registry, telemetry)
+    evicted[0] = 5
+    assert telemetry.value("evicted_blocks", tier="host") == 5
+    telemetry.retire()
+    assert registry.get_sample_value("flexkv_evicted_blocks_total", {"tier": "host"}) == 5
+    assert telemetry.value("evicted_blocks", tier="host") == 5
 
 
 def test_the_logger_leaves_configuration_to_the_application() -> None:

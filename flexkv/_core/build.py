@@ -11,7 +11,17 @@ from pathlib import Path
 
 from cffi import FFI
 
-HEADERS = ("slots.h", "hub.h", "crew.h", "ring.h", "copy.h", "hash.h", "runs.h", "index.h")
+HEADERS = (
+    "slots.h",
+    "hub.h",
+    "crew.h",
+    "ring.h",
+    "records.h",
+    "copy.h",
+    "hash.h",
+    "runs.h",
+    "index.h",
+)
 
 
 def read_declarations(folder: Path) -> str:

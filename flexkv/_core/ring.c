@@ -224,9 +224,6 @@ static void finish_op(fx_ring *ring, uint32_t number, int error) {
 
 static void complete_op(fx_ring *ring, uint32_t number, int32_t result) {
   op *o = &ring->ops[number];
-  /* The arguments were good, part of the bytes moved, and the rest begins off the alignment of O_DIRECT: an end of
-   * file that is not aligned. */
-  if (result == -EINVAL && o->done > 0) result = 0;
   int again = (result == -EAGAIN || result == -EINTR) && ++o->retries <= MAX_RETRIES;
   if (result > 0) {
     o->done += (uint32_t)result;

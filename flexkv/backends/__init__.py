@@ -1,1 +1,1 @@
-"""Built-in device and storage backends; they come in through the same entry points as everybody's."""
+"""Built-in device and storage backends; they come in through entry points."""

@@ -1,0 +1,97 @@
+/* Full scan of the index for tests: every count, link and order is derived again and compared. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "index_impl.h"
+
+static int by_number(const void *a, const void *b) {
+  uint32_t left = *(const uint32_t *)a, right = *(const uint32_t *)b;
+  return (left > right) - (left < right);
+}
+
+static const char *check_entries(const fx_index *index, uint32_t *children) {
+  uint32_t alive = 0;
+  uint64_t pins = 0;
+  for (uint32_t block = 0; block < index->max_blocks; block++) {
+    if (!fx_alive(index, block)) continue;
+    const fx_node *node = &index->nodes[block];
+    alive++;
+    pins += node->pins;
+    if (fx_lookup(index, index->keys[block]) != block) return "a key does not find its entry";
+    if (node->parent == FX_NONE) {
+      if (node->depth) return "a first block has a depth";
+      continue;
+    }
+    if (!fx_alive(index, node->parent)) return "a parent is not an entry";
+    if (node->depth != index->nodes[node->parent].depth + 1) return "a depth is not its parent's plus one";
+    children[node->parent]++;
+  }
+  if (alive != index->count) return "the entry count is wrong";
+  if (pins != index->pinned) return "the pin count is wrong";
+  if (index->trials) return "a trial is open";
+  if (index->loose_count || fx_runs_free(index->runs) != index->max_blocks - alive) return "entries leaked";
+  for (uint32_t block = 0; block < index->max_blocks; block++)
+    if (fx_alive(index, block) && children[block] != index->nodes[block].children) return "a child count is wrong";
+  uint64_t cells = 0;
+  for (uint64_t at = 0; at <= index->table_mask; at++) cells += index->table[at] != FX_VACANT;
+  return cells == alive ? NULL : "the table holds cells of dead entries";
+}
+
+static const char *check_residency(const fx_index *index, uint32_t number, uint32_t *kids, uint32_t *slots) {
+  const fx_tier *tier = &index->tier[number];
+  uint32_t resident = 0;
+  for (uint32_t block = 0; block < index->max_blocks; block++) {
+    fx_mask mask = index->masks[block];
+    if (!fx_alive(index, block)) {
+      if (mask.ready | mask.landing | mask.heaped) return "a dead entry has residency";
+      continue;
+    }
+    if (mask.ready & mask.landing) return "a block is READY and LANDING in one tier";
+    if (!((mask.ready | mask.landing) >> number & 1)) continue;
+    slots[resident++] = tier->slot[block];
+    if (index->nodes[block].parent != FX_NONE) kids[index->nodes[block].parent]++;
+  }
+  if (resident != tier->resident) return "a resident count is wrong";
+  qsort(slots, resident, sizeof *slots, by_number);
+  for (uint32_t i = 1; i < resident; i++)
+    if (slots[i] == slots[i - 1]) return "two blocks share a slot";
+  for (uint32_t block = 0; block < index->max_blocks; block++) {
+    if (!fx_alive(index, block)) continue;
+    if (kids[block] != tier->kids[block]) return "a count of resident children is wrong";
+    if ((index->masks[block].busy >> number & 1) != (kids[block] > 0)) return "a busy bit is wrong";
+  }
+  return NULL;
+}
+
+static const char *check_order(const fx_index *index, uint32_t number) {
+  const fx_tier *tier = &index->tier[number];
+  uint32_t heaped = 0;
+  for (uint32_t block = 0; block < index->max_blocks; block++) {
+    if (!fx_alive(index, block)) continue;
+    if (index->masks[block].heaped != fx_evictable(index, block)) return "an order and the rule of eviction differ";
+    if (!(index->masks[block].heaped >> number & 1)) continue;
+    heaped++;
+    uint32_t place = tier->place[block];
+    if (place < FX_ROOT || place >= tier->end) return "a place lies outside its heap";
+    if (memcmp(&tier->heap[place], &tier->standing[block], sizeof(fx_standing))) return "a heap holds an old rank";
+    if (place == FX_ROOT) continue;
+    fx_standing here = tier->heap[place], above = tier->heap[place / 4 + 2];
+    if (here.rank < above.rank || (here.rank == above.rank && here.stamp < above.stamp)) return "a heap is not one";
+  }
+  return heaped == tier->end - FX_ROOT ? NULL : "a heap holds blocks it should not";
+}
+
+const char *fx_index_check(const fx_index *index) {
+  size_t n = index->max_blocks ? index->max_blocks : 1;
+  uint32_t *children = calloc(n, sizeof *children), *slots = calloc(n, sizeof *slots);
+  const char *wrong = children && slots ? fx_runs_check(index->runs) : "no memory for the check";
+  if (!wrong) wrong = check_entries(index, children);
+  for (uint32_t tier = 0; tier < index->tiers && !wrong; tier++) {
+    memset(children, 0, n * sizeof *children);
+    wrong = check_residency(index, tier, children, slots);
+    if (!wrong) wrong = check_order(index, tier);
+  }
+  free(children);
+  free(slots);
+  return wrong;
+}

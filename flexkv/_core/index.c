@@ -1,0 +1,402 @@
+/* Entries and residency: the table, the chains, what is where. See index.h for the contract. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "index_impl.h"
+
+/* ---- memory: one mapping, so that large indexes get huge pages (a probe then costs no page walk) ---- */
+
+static size_t carve(size_t *used, size_t count, size_t item_bytes) {
+  size_t at = *used;
+  *used = at + (count * item_bytes + 63) / 64 * 64;
+  return at;
+}
+
+/* Lay the arrays out; with `base` NULL only count the bytes. */
+static size_t lay_out(fx_index *index, char *base) {
+  size_t used = 0, n = index->max_blocks ? index->max_blocks : 1;
+  index->keys = (fx_key *)(base + carve(&used, n + 1, sizeof(fx_key)));
+  index->nodes = (fx_node *)(base + carve(&used, n + 1, sizeof(fx_node)));
+  index->masks = (fx_mask *)(base + carve(&used, n + 1, sizeof(fx_mask)));
+  index->table = (uint64_t *)(base + carve(&used, (size_t)index->table_mask + 1, sizeof(uint64_t)));
+  index->trial = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
+  for (uint32_t t = 0; t < index->tiers; t++) {
+    fx_tier *tier = &index->tier[t];
+    tier->slot = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
+    tier->kids = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
+    tier->place = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
+    tier->standing = (fx_standing *)(base + carve(&used, n, sizeof(fx_standing)));
+    tier->heap = (fx_standing *)(base + carve(&used, n + FX_ROOT + 1, sizeof(fx_standing)));
+  }
+  return used;
+}
+
+static void make_empty(fx_index *index) {
+  size_t entries = (size_t)index->max_blocks + 1;
+  index->count = 0;
+  index->pinned = 0;
+  index->trials = 0;
+  index->loose_count = 0;
+  memset(index->masks, 0, entries * sizeof *index->masks);
+  for (size_t i = 0; i < entries; i++) index->nodes[i].parent = FX_UNUSED;
+  memset(index->table, 0xFF, ((size_t)index->table_mask + 1) * sizeof *index->table);
+  for (uint32_t t = 0; t < index->tiers; t++) {
+    fx_tier *tier = &index->tier[t];
+    memset(tier->kids, 0, (size_t)index->max_blocks * sizeof *tier->kids);
+    memset(tier->standing, 0, (size_t)index->max_blocks * sizeof *tier->standing);
+    tier->end = FX_ROOT;
+    tier->resident = 0;
+    tier->calls = 0;
+  }
+}
+
+fx_index *fx_index_open(uint32_t max_blocks, uint32_t tiers) {
+  if (tiers < 1 || tiers > FX_MAX_TIERS || max_blocks > 1u << 30) return NULL;
+  fx_index *index = calloc(1, sizeof *index);
+  if (!index) return NULL;
+  uint64_t cells = 16; /* at least twice the entries: short probes */
+  while (cells < 2 * (uint64_t)max_blocks) cells *= 2;
+  index->max_blocks = max_blocks;
+  index->tiers = tiers;
+  index->table_mask = (uint32_t)(cells - 1);
+  while (1ull << index->block_bits < max_blocks) index->block_bits++;
+  index->memory_bytes = lay_out(index, NULL);
+  index->memory = mmap(NULL, index->memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  index->runs = fx_runs_open(max_blocks);
+  if (index->memory == MAP_FAILED || !index->runs) {
+    if (index->memory == MAP_FAILED) index->memory = NULL;
+    fx_index_close(index);
+    return NULL;
+  }
+  madvise(index->memory, index->memory_bytes, MADV_HUGEPAGE); /* a wish; small pages work too */
+  lay_out(index, index->memory);
+  make_empty(index);
+  return index;
+}
+
+void fx_index_close(fx_index *index) {
+  if (!index) return;
+  if (index->memory) munmap(index->memory, index->memory_bytes);
+  fx_runs_close(index->runs);
+  free(index);
+}
+
+void fx_index_clear(fx_index *index) {
+  for (uint32_t block = 0; block < index->max_blocks; block++)
+    if (fx_alive(index, block)) fx_runs_give_run(index->runs, block, 1);
+  make_empty(index);
+}
+
+uint32_t fx_index_count(const fx_index *index) { return index->count; }
+uint32_t fx_index_resident(const fx_index *index, uint32_t tier) { return index->tier[tier].resident; }
+uint64_t fx_index_pinned(const fx_index *index) { return index->pinned; }
+
+/* ---- the table ---- */
+
+static void table_add(fx_index *index, uint32_t block) {
+  uint32_t tag = (uint32_t)index->keys[block].lo, at = tag & index->table_mask;
+  while (index->table[at] != FX_VACANT) at = (at + 1) & index->table_mask;
+  index->table[at] = (uint64_t)tag << 32 | block;
+}
+
+/* Remove a cell and move later ones of the cluster back, so that no tombstones pile up over months of eviction. */
+static void table_remove(fx_index *index, uint32_t block) {
+  uint32_t mask = index->table_mask, hole = (uint32_t)index->keys[block].lo & mask;
+  while ((uint32_t)index->table[hole] != block) hole = (hole + 1) & mask;
+  for (uint32_t at = (hole + 1) & mask;; at = (at + 1) & mask) {
+    uint64_t cell = index->table[at];
+    if (cell == FX_VACANT) break;
+    uint32_t home = (uint32_t)(cell >> 32) & mask;
+    if (((at - home) & mask) < ((at - hole) & mask)) continue; /* its home lies behind the hole */
+    index->table[hole] = cell;
+    hole = at;
+  }
+  index->table[hole] = FX_VACANT;
+}
+
+/* ---- entries ---- */
+
+void fx_entry_add(fx_index *index, uint32_t block, fx_key key, uint32_t parent) {
+  index->keys[block] = key;
+  index->nodes[block] = (fx_node){.parent = parent};
+  index->masks[block] = (fx_mask){0};
+  if (parent != FX_NONE) {
+    index->nodes[block].depth = index->nodes[parent].depth + 1;
+    index->nodes[parent].children++;
+  }
+  index->count++;
+  table_add(index, block);
+}
+
+void fx_give_loose(fx_index *index) {
+  fx_runs_give_run(index->runs, index->loose_start, index->loose_count);
+  index->loose_count = 0;
+}
+
+/* Entries of a chain are freed leaf first: gather them into one run before giving them back. */
+void fx_entry_free(fx_index *index, uint32_t block) {
+  table_remove(index, block);
+  index->nodes[block].parent = FX_UNUSED;
+  index->count--;
+  if (index->loose_count && block + 1 != index->loose_start) fx_give_loose(index);
+  index->loose_start = block;
+  index->loose_count++;
+}
+
+void fx_prune(fx_index *index, uint32_t block) {
+  while (block != FX_NONE && fx_is_empty(index, block)) {
+    uint32_t parent = index->nodes[block].parent;
+    fx_entry_free(index, block);
+    if (parent != FX_NONE) {
+      index->nodes[parent].children--;
+      fx_index_settle(index, parent);
+    }
+    block = parent;
+  }
+}
+
+/* Undo an insert of n blocks of which `done` have become entries. */
+static void take_back(fx_index *index, const uint32_t *blocks, uint32_t done, uint32_t n) {
+  for (uint32_t i = done; i < n; i++) fx_runs_give_run(index->runs, blocks[i], 1);
+  for (uint32_t i = done; i-- > 0;) {
+    uint32_t parent = index->nodes[blocks[i]].parent;
+    if (parent != FX_NONE) index->nodes[parent].children--;
+    fx_entry_free(index, blocks[i]);
+  }
+  fx_give_loose(index);
+}
+
+int fx_index_insert(fx_index *index, const uint64_t *words, uint32_t n, uint32_t parent, uint32_t *blocks) {
+  const fx_key *keys = (const fx_key *)words;
+  if (parent != FX_NONE && !fx_alive(index, parent)) return FX_INDEX_NO_BLOCK;
+  for (uint32_t i = 0; i < n && i < FX_AHEAD; i++) fx_prefetch_cell(index, keys[i]);
+  if (fx_runs_take(index->runs, n, parent == FX_NONE ? FX_NONE : parent + 1, blocks)) return FX_INDEX_FULL;
+  uint32_t above = parent;
+  for (uint32_t i = 0; i < n; i++) {
+    if (i + FX_AHEAD < n) fx_prefetch_cell(index, keys[i + FX_AHEAD]);
+    if (fx_lookup(index, keys[i]) != FX_NONE) {
+      take_back(index, blocks, i, n);
+      return FX_INDEX_KNOWN;
+    }
+    fx_entry_add(index, blocks[i], keys[i], above);
+    above = blocks[i];
+  }
+  if (n && parent != FX_NONE) fx_index_settle(index, parent); /* it has a child now */
+  return 0;
+}
+
+static inline __attribute__((always_inline)) uint32_t walk(const fx_index *index, const fx_key *keys, uint32_t n,
+                                                           uint32_t *blocks, int readable) {
+  uint32_t block = FX_NONE, i = 0;
+  for (; i < n; i++) {
+    uint32_t guess = block + 1; /* entry 0 for the first; one spare entry beyond the last is never alive */
+    if (fx_same(index->keys[guess], keys[i]) && (readable ? index->masks[guess].ready : fx_alive(index, guess)))
+      block = guess;
+    else
+      block = fx_lookup(index, keys[i]);
+    if (block == FX_NONE || (readable && !index->masks[block].ready)) break;
+    blocks[i] = block;
+  }
+  return i;
+}
+
+uint32_t fx_index_match(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks) {
+  return walk(index, (const fx_key *)keys, n, blocks, 1);
+}
+
+uint32_t fx_index_find(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks) {
+  return walk(index, (const fx_key *)keys, n, blocks, 0);
+}
+
+/* ---- residency ---- */
+
+static int all_alive(const fx_index *index, const uint32_t *blocks, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++)
+    if (!fx_alive(index, blocks[i])) return 0;
+  return 1;
+}
+
+void fx_occupy(fx_index *index, uint32_t tier, uint32_t block, uint32_t slot) {
+  fx_tier *to = &index->tier[tier];
+  uint32_t parent = index->nodes[block].parent;
+  to->slot[block] = slot;
+  to->standing[block] = fx_unranked(block); /* not what an earlier block of that number was worth */
+  to->resident++;
+  index->masks[block].landing |= (uint8_t)(1u << tier);
+  if (parent != FX_NONE && !to->kids[parent]++) {
+    index->masks[parent].busy |= (uint8_t)(1u << tier);
+    fx_index_settle_tier(index, tier, parent);
+  }
+}
+
+int fx_index_land(fx_index *index, uint32_t tier, const uint32_t *blocks, const uint32_t *slots, uint32_t n) {
+  unsigned bit = 1u << tier;
+  for (uint32_t i = 0; i < n; i++) {
+    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    if ((index->masks[blocks[i]].ready | index->masks[blocks[i]].landing) & bit) return FX_INDEX_STATE;
+  }
+  for (uint32_t i = 0; i < n; i++) {
+    if (index->masks[blocks[i]].landing & bit) return FX_INDEX_STATE;
+    fx_occupy(index, tier, blocks[i], slots[i]);
+  }
+  return 0;
+}
+
+int fx_index_ready(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n) {
+  unsigned bit = 1u << tier;
+  for (uint32_t i = 0; i < n; i++) {
+    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    if (!(index->masks[blocks[i]].landing & bit)) return FX_INDEX_STATE;
+  }
+  for (uint32_t i = 0; i < n; i++) {
+    fx_mask *mask = &index->masks[blocks[i]];
+    if (!(mask->landing & bit)) return FX_INDEX_STATE;
+    mask->landing &= (uint8_t)~bit;
+    mask->ready |= (uint8_t)bit;
+    fx_index_settle(index, blocks[i]);
+  }
+  return 0;
+}
+
+static void vacate(fx_index *index, uint32_t tier, uint32_t block) {
+  fx_tier *from = &index->tier[tier];
+  uint8_t keep = (uint8_t) ~(1u << tier);
+  uint32_t parent = index->nodes[block].parent;
+  index->masks[block].ready &= keep;
+  index->masks[block].landing &= keep;
+  from->resident--;
+  fx_index_settle(index, block);
+  if (parent != FX_NONE && !--from->kids[parent]) {
+    index->masks[parent].busy &= keep;
+    fx_index_settle(index, parent);
+  }
+}
+
+/* Prune children before their parents, whichever way round a chain is given. */
+static void prune_all(fx_index *index, const uint32_t *blocks, uint32_t n) {
+  int leaves_first = n > 1 && fx_alive(index, blocks[0]) && index->nodes[blocks[0]].parent == blocks[1];
+  for (uint32_t i = 0; i < n + FX_AHEAD; i++) {
+    if (i < n) fx_prefetch_cell(index, index->keys[blocks[leaves_first ? i : n - 1 - i]]);
+    if (i < FX_AHEAD) continue;
+    uint32_t at = i - FX_AHEAD, block = blocks[leaves_first ? at : n - 1 - at];
+    if (fx_alive(index, block)) fx_prune(index, block);
+  }
+  fx_give_loose(index);
+}
+
+int fx_index_drop(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, uint32_t *slots,
+                  uint32_t *was_ready, uint32_t *n_ready) {
+  unsigned bit = 1u << tier;
+  uint32_t ready = 0;
+  if (!all_alive(index, blocks, n)) return FX_INDEX_NO_BLOCK;
+  for (uint32_t i = 0; i < n; i++) {
+    fx_mask mask = index->masks[blocks[i]];
+    slots[i] = (mask.ready | mask.landing) & bit ? index->tier[tier].slot[blocks[i]] : FX_NONE;
+    if (mask.ready & bit) was_ready[ready++] = blocks[i];
+    if (slots[i] != FX_NONE) vacate(index, tier, blocks[i]);
+  }
+  prune_all(index, blocks, n);
+  *n_ready = ready;
+  return 0;
+}
+
+int fx_index_slots(const fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, uint32_t *slots) {
+  unsigned bit = 1u << tier;
+  for (uint32_t i = 0; i < n; i++) {
+    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    fx_mask mask = index->masks[blocks[i]];
+    slots[i] = (mask.ready | mask.landing) & bit ? index->tier[tier].slot[blocks[i]] : FX_NONE;
+  }
+  return 0;
+}
+
+int fx_index_states(const fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, uint8_t *states) {
+  for (uint32_t i = 0; i < n; i++) {
+    if (blocks[i] >= index->max_blocks) return FX_INDEX_NO_BLOCK;
+    fx_mask mask = index->masks[blocks[i]]; /* all 0 in an entry that is gone */
+    states[i] = (uint8_t)((mask.ready >> tier & 1) * 2 + (mask.landing >> tier & 1)); /* TierState */
+  }
+  return 0;
+}
+
+int64_t fx_index_select(const fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, uint32_t *ready) {
+  uint32_t found = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    ready[found] = blocks[i];
+    found += index->masks[blocks[i]].ready >> tier & 1;
+  }
+  return found;
+}
+
+uint32_t fx_index_all(const fx_index *index, uint32_t tier, uint32_t *blocks) {
+  uint32_t found = 0;
+  for (uint32_t block = 0; block < index->max_blocks; block++)
+    if (fx_alive(index, block) && (index->masks[block].ready >> tier & 1)) blocks[found++] = block;
+  return found;
+}
+
+int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32_t n) {
+  uint32_t found = 0;
+  for (uint32_t i = n, own = FX_NONE; i-- > 0; own = blocks[i], found++) {
+    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    const fx_node *node = &index->nodes[blocks[i]];
+    uint32_t children = own != FX_NONE && index->nodes[own].parent == blocks[i];
+    if (node->pins || index->masks[blocks[i]].landing || node->children != children) break;
+  }
+  return found;
+}
+
+/* ---- pins ---- */
+
+int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n) {
+  if (!all_alive(index, blocks, n)) return FX_INDEX_NO_BLOCK;
+  for (uint32_t i = 0; i < n; i++) {
+    index->nodes[blocks[i]].pins++;
+    if (index->masks[blocks[i]].heaped) fx_index_settle(index, blocks[i]);
+  }
+  index->pinned += n;
+  return 0;
+}
+
+int fx_index_unpin(fx_index *index, const uint32_t *blocks, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++) {
+    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    if (!index->nodes[blocks[i]].pins) return FX_INDEX_PINS;
+  }
+  int bare = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    fx_node *node = &index->nodes[blocks[i]];
+    if (!node->pins) return FX_INDEX_PINS;
+    node->pins--;
+    index->pinned--;
+    if (!node->pins) fx_index_settle(index, blocks[i]);
+    bare |= fx_is_empty(index, blocks[i]);
+  }
+  if (bare) prune_all(index, blocks, n);
+  return 0;
+}
+
+/* ---- what an entry is ---- */
+
+int fx_index_keys(const fx_index *index, const uint32_t *blocks, uint32_t n, uint64_t *keys) {
+  for (uint32_t i = 0; i < n; i++) {
+    if (blocks[i] >= index->max_blocks) return FX_INDEX_NO_BLOCK;
+    memcpy(keys + 2 * (size_t)i, &index->keys[blocks[i]], sizeof(fx_key));
+  }
+  return 0;
+}
+
+int fx_index_parents(const fx_index *index, const uint32_t *blocks, uint32_t n, uint32_t *parents) {
+  if (!all_alive(index, blocks, n)) return FX_INDEX_NO_BLOCK;
+  for (uint32_t i = 0; i < n; i++) parents[i] = index->nodes[blocks[i]].parent;
+  return 0;
+}
+
+int fx_index_depths(const fx_index *index, const uint32_t *blocks, uint32_t n, uint32_t *depths) {
+  if (!all_alive(index, blocks, n)) return FX_INDEX_NO_BLOCK;
+  for (uint32_t i = 0; i < n; i++) depths[i] = index->nodes[blocks[i]].depth;
+  return 0;
+}

@@ -1,0 +1,124 @@
+/* The inside of the index, shared by index.c (entries, residency), order.c (who leaves first), restore.c, check.c. */
+#ifndef FX_INDEX_IMPL_H
+#define FX_INDEX_IMPL_H
+#include <stddef.h>
+
+#include "index.h"
+#include "runs.h"
+
+#define FX_NONE 0xFFFFFFFFu
+#define FX_UNUSED 0xFFFFFFFEu /* parent of an entry that is not in use */
+#define FX_MAX_TIERS 8u
+#define FX_VACANT (~0ull)   /* table cell without an entry */
+#define FX_ROOT 3u          /* first place of a heap: children of i are 4(i-2)..4(i-2)+3, one cache line */
+#define FX_AHEAD 12u        /* table cells to prefetch ahead */
+
+typedef struct {
+  uint64_t lo, hi;
+} fx_key;
+
+typedef struct {
+  uint32_t parent;
+  uint32_t children; /* entries that name this one as parent */
+  uint32_t pins;
+  uint32_t depth;
+} fx_node;
+
+/* One bit per tier. */
+typedef struct {
+  uint8_t ready;
+  uint8_t landing;
+  uint8_t busy;   /* has a child READY or LANDING there */
+  uint8_t heaped; /* is in the tier's heap: evictable there */
+} fx_mask;
+
+/* Where a block stands in a tier's order: rank (made comparable), then call number and block number. */
+typedef struct {
+  uint64_t stamp, rank;
+} fx_standing;
+
+typedef struct {
+  uint32_t *slot;
+  uint32_t *kids;  /* children READY or LANDING in this tier */
+  uint32_t *place; /* in the heap, where heaped */
+  fx_standing *standing;
+  fx_standing *heap;
+  uint32_t end; /* first free place of the heap */
+  uint32_t resident;
+  uint64_t calls; /* rank calls so far */
+} fx_tier;
+
+struct fx_index {
+  uint32_t max_blocks, tiers, count;
+  uint32_t block_bits; /* low bits of a stamp that name the block */
+  uint64_t pinned;
+  fx_key *keys;
+  fx_node *nodes;
+  fx_mask *masks;
+  uint64_t *table; /* low half of the key << 32 | entry; linear probing */
+  uint32_t table_mask;
+  fx_runs *runs;
+  uint32_t loose_start, loose_count; /* entries that are free but not yet given back to `runs` */
+  uint32_t *trial; /* blocks taken on trial, in order */
+  uint32_t trials;
+  fx_tier tier[FX_MAX_TIERS];
+  void *memory;
+  size_t memory_bytes;
+};
+
+static inline int fx_alive(const fx_index *index, uint32_t block) {
+  return block < index->max_blocks && index->nodes[block].parent != FX_UNUSED;
+}
+
+/* Rank 0.0, set before all others. */
+static inline fx_standing fx_unranked(uint32_t block) { return (fx_standing){block, 1ull << 63}; }
+
+static inline int fx_same(fx_key a, fx_key b) { return a.lo == b.lo && a.hi == b.hi; }
+
+static inline void fx_prefetch_cell(const fx_index *index, fx_key key) {
+  __builtin_prefetch(&index->table[(uint32_t)key.lo & index->table_mask], 1);
+}
+
+static inline uint32_t fx_lookup(const fx_index *index, fx_key key) {
+  uint32_t at = (uint32_t)key.lo & index->table_mask;
+  for (;; at = (at + 1) & index->table_mask) {
+    uint64_t cell = index->table[at];
+    if (cell == FX_VACANT) return FX_NONE;
+    if (cell >> 32 == (uint32_t)key.lo && fx_same(index->keys[(uint32_t)cell], key)) return (uint32_t)cell;
+  }
+}
+
+/* No residency, no child: only pins (and ancestors' interest in it) can keep the entry. */
+static inline int fx_is_bare(const fx_index *index, uint32_t block) {
+  fx_mask mask = index->masks[block];
+  return !(mask.ready | mask.landing) && !index->nodes[block].children;
+}
+
+static inline int fx_is_empty(const fx_index *index, uint32_t block) {
+  return fx_is_bare(index, block) && !index->nodes[block].pins;
+}
+
+/* Tiers that could evict the block now, as bits. */
+static inline unsigned fx_evictable(const fx_index *index, uint32_t block) {
+  fx_mask mask = index->masks[block];
+  const fx_node *node = &index->nodes[block];
+  unsigned leaf = mask.ready & ~mask.busy;
+  if (!leaf || node->pins) return 0;
+  int only_here = !(mask.ready & (mask.ready - 1));
+  return node->children && only_here ? 0 : leaf;
+}
+
+/* order.c: bring the heaps in line with fx_evictable (all tiers, or one). */
+void fx_index_settle(fx_index *index, uint32_t block);
+void fx_index_settle_tier(fx_index *index, uint32_t tier, uint32_t block);
+/* order.c: set ranks; the caller has checked `block`. */
+uint64_t fx_order_call(fx_index *index, uint32_t tier);
+void fx_order_set(fx_index *index, uint32_t tier, uint32_t block, double value, uint64_t call);
+
+/* index.c */
+void fx_entry_add(fx_index *index, uint32_t block, fx_key key, uint32_t parent);
+void fx_occupy(fx_index *index, uint32_t tier, uint32_t block, uint32_t slot); /* ABSENT -> LANDING */
+void fx_prune(fx_index *index, uint32_t block); /* if empty, and then its ancestors */
+void fx_entry_free(fx_index *index, uint32_t block);
+void fx_give_loose(fx_index *index);
+#endif

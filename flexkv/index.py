@@ -1,0 +1,334 @@
+"""The prefix index: which blocks are known, where they can be read, and who leaves first.
+
+`PrefixIndex.match`, `find` (keys -> blocks) - `insert` - `land`, `ready`, `drop` (residency in
+a tier) - `pin`, `unpin` - `touch` - `victims`, `evict` - `restore`, `clear` - `check_integrity`.
+The Python face of the C index (`_core/index.h`). Everything takes arrays and costs time in
+proportion to the blocks passed; a misuse by our own code is an AssertionError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv._core import ffi, lib
+from flexkv.errors import CapacityError, ConfigError
+from flexkv.model import BlockIds, BoolArray, KeyArray, SlotIds
+from flexkv.order import TierOrder, as_blocks, as_keys, done, u32, u64
+from flexkv.protocols import EvictionPolicy, LeafOrder, PolicyContext, Recovered
+
+MAX_TIERS = 8
+MAX_BLOCKS = 1 << 30
+
+
+class PrefixIndex:
+    """Blocks by key, their parents, and their residency in each of `tiers` (by position)."""
+
+    def __init__(self, max_blocks: int, tiers: Sequence[str]) -> None:
+        if not 0 <= max_blocks <= MAX_BLOCKS or not 1 <= len(tiers) <= MAX_TIERS:
+            raise ConfigError(
+                f"an index holds up to {MAX_BLOCKS} blocks in 1..{MAX_TIERS} tiers, "
+                f"got {max_blocks} blocks and tiers {tuple(tiers)}"
+            )
+        index = lib.fx_index_open(max_blocks, len(tiers))
+        if index == ffi.NULL:
+            raise MemoryError(f"no memory for an index of {max_blocks} blocks")
+        self.max_blocks, self.tiers = max_blocks, tuple(tiers)
+        self._index = ffi.gc(index, lib.fx_index_close)
+        self._orders = tuple(TierOrder(self._index, tier) for tier in range(len(tiers)))
+        self._policies: list[EvictionPolicy | None] = [None] * len(tiers)
+
+    def __len__(self) -> int:
+        """Entries: blocks that are somewhere, on their way, pinned, or ancestors of such."""
+        return int(lib.fx_index_count(self._index))
+
+    @property
+    def pinned(self) -> int:
+        """Sum of all pins."""
+        return int(lib.fx_index_pinned(self._index))
+
+    def resident(self, tier: int) -> int:
+        """Blocks that are LANDING or READY in a tier."""
+        self._check_tier(tier)
+        return int(lib.fx_index_resident(self._index, tier))
+
+    # keys -> blocks
+
+    def match(self, keys: KeyArray) -> BlockIds:
+        """Return the longest prefix of `keys` whose every block is READY in at least one tier."""
+        keys = as_keys(keys)
+        blocks = np.empty(len(keys), np.uint32)
+        return blocks[: lib.fx_index_match(self._index, u64(keys), len(keys), u32(blocks))]
+
+    def find(self, keys: KeyArray) -> BlockIds:
+        """Return the longest prefix of `keys` that has entries, readable or not."""
+        keys = as_keys(keys)
+        blocks = np.empty(len(keys), np.uint32)
+        return blocks[: lib.fx_index_find(self._index, u64(keys), len(keys), u32(blocks))]
+
+    def insert(self, keys: KeyArray, parent: int) -> BlockIds:
+        """Chain new entries below `parent` (NO_BLOCK: at the root). `keys` must be unknown.
+
+        They are ABSENT everywhere: land or pin them, else a later `drop` or `unpin` prunes them.
+
+        Raises:
+            CapacityError: the index is full; nothing was done.
+        """
+        keys = as_keys(keys)
+        blocks = np.empty(len(keys), np.uint32)
+        code = lib.fx_index_insert(self._index, u64(keys), len(keys), parent, u32(blocks))
+        if code == lib.FX_INDEX_FULL:
+            raise CapacityError(
+                f"{len(keys)} new blocks do not fit into the index: "
+                f"{len(self)} of {self.max_blocks} entries are used"
+            )
+        done(code)
+        return blocks
+
+    # residency
+
+    def land(self, tier: int, blocks: BlockIds, slots: SlotIds) -> None:
+        """Mark ABSENT blocks LANDING in a tier: they hold a slot there and cannot be read yet."""
+        self._check_tier(tier)
+        blocks, slots = as_blocks(blocks), as_blocks(slots)
+        assert len(slots) == len(blocks), "one slot per block"
+        done(lib.fx_index_land(self._index, tier, u32(blocks), u32(slots), len(blocks)))
+
+    def ready(self, tier: int, blocks: BlockIds, now: float) -> None:
+        """Mark LANDING blocks READY: readable from now on. The tier's policy is told `inserted`."""
+        self._check_tier(tier)
+        blocks = as_blocks(blocks)
+        done(lib.fx_index_ready(self._index, tier, u32(blocks), len(blocks)))
+        policy = self._policies[tier]
+        if policy is not None and len(blocks):
+            policy.inserted(blocks, now)
+
+    def drop(self, tier: int, blocks: BlockIds) -> SlotIds:
+        """Make blocks ABSENT in a tier and return their slots (NO_SLOT where they were already).
+
+        The policy is told `removed` for those that were READY. Entries with no residency, pin or
+        child left are pruned, and then their ancestors that are left with nothing. Blocks come in
+        prompt order or leaves first.
+        """
+        self._check_tier(tier)
+        blocks = as_blocks(blocks)
+        slots, ready = np.empty(len(blocks), np.uint32), np.empty(len(blocks), np.uint32)
+        count = ffi.new("uint32_t *")
+        done(
+            lib.fx_index_drop(
+                self._index, tier, u32(blocks), len(blocks), u32(slots), u32(ready), count
+            )
+        )
+        policy = self._policies[tier]
+        if policy is not None and count[0]:
+            policy.removed(ready[: count[0]])
+        return slots
+
+    def slots(self, tier: int, blocks: BlockIds) -> SlotIds:
+        """Return the slots of blocks in a tier, NO_SLOT where ABSENT."""
+        self._check_tier(tier)
+        blocks = as_blocks(blocks)
+        slots = np.empty(len(blocks), np.uint32)
+        done(lib.fx_index_slots(self._index, tier, u32(blocks), len(blocks), u32(slots)))
+        return slots
+
+    def states(self, tier: int, blocks: BlockIds) -> NDArray[np.uint8]:
+        """Return the TierState of blocks in a tier; ABSENT for entries that are gone."""
+        self._check_tier(tier)
+        blocks = as_blocks(blocks)
+        states = np.empty(len(blocks), np.uint8)
+        target = ffi.from_buffer("uint8_t[]", states)
+        done(lib.fx_index_states(self._index, tier, u32(blocks), len(blocks), target))
+        return states
+
+    # use
+
+    def touch(self, blocks: BlockIds, now: float) -> None:
+        """Tell every tier's policy that those of `blocks` (in prompt order) READY there were used."""
+        blocks = as_blocks(blocks)
+        here = np.empty(len(blocks), np.uint32)
+        for tier, policy in enumerate(self._policies):
+            if policy is None:
+                continue
+            count = done(
+                lib.fx_index_select(self._index, tier, u32(blocks), len(blocks), u32(here))
+            )
+            if count:
+                policy.touched(here[:count].copy(), now)
+
+    def pin(self, blocks: BlockIds) -> None:
+        """Count one more reason not to evict each block."""
+        blocks = as_blocks(blocks)
+        done(lib.fx_index_pin(self._index, u32(blocks), len(blocks)))
+
+    def unpin(self, blocks: BlockIds) -> None:
+        """Count one reason less; entries that have nothing left are pruned."""
+        blocks = as_blocks(blocks)
+        done(lib.fx_index_unpin(self._index, u32(blocks), len(blocks)))
+
+    def removable(self, blocks: BlockIds) -> int:
+        """How many of the last `blocks` of a chain nothing else uses.
+
+        Those are not pinned, LANDING nowhere, and have no child outside the chain.
+        """
+        blocks = as_blocks(blocks)
+        count = done(lib.fx_index_removable(self._index, u32(blocks), len(blocks)))
+        return int(count)
+
+    # eviction
+
+    def set_policy(
+        self,
+        tier: int,
+        policy: EvictionPolicy,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        capacity_blocks: int | None = None,
+    ) -> None:
+        """Open `policy` for a tier that is still empty."""
+        assert self.resident(tier) == 0, "a policy is set before blocks come"
+        capacity = self.max_blocks if capacity_blocks is None else capacity_blocks
+        name, order = self.tiers[tier], self._orders[tier]
+        policy.open(PolicyContext(name, capacity, self.max_blocks, order, dict(settings or {})))
+        self._policies[tier] = policy
+
+    def order(self, tier: int) -> LeafOrder:
+        """The ranked leaf order of a tier."""
+        return self._orders[tier]
+
+    def evictable(self, tier: int, blocks: BlockIds) -> BoolArray:
+        """Say which blocks could leave the tier now.
+
+        They are READY there, not pinned, have no child READY or LANDING there, and are READY in
+        another tier too or have no child at all.
+        """
+        self._check_tier(tier)
+        blocks = as_blocks(blocks)
+        mask = np.empty(len(blocks), np.uint8)
+        target = ffi.from_buffer("uint8_t[]", mask)
+        done(lib.fx_index_evictable(self._index, tier, u32(blocks), len(blocks), target))
+        return mask.view(np.bool_)
+
+    def victims(self, tier: int, count: int) -> BlockIds:
+        """Ask the policy for up to `count` blocks to evict, leaves first; change nothing."""
+        self._check_tier(tier)
+        count = max(0, min(count, self.resident(tier)))
+        policy = self._policies[tier]
+        if policy is None or getattr(policy, "ranked", False):
+            return self._orders[tier].take(count)
+        chosen, found = np.empty(count, np.uint32), 0
+        try:
+            while found < count:
+                asked = as_blocks(
+                    policy.victims(count - found, lambda blocks: self.evictable(tier, blocks))
+                )
+                rest = chosen[found:]
+                accepted = done(
+                    lib.fx_trial_accept(
+                        self._index, tier, u32(asked), len(asked), len(rest), u32(rest)
+                    )
+                )
+                if accepted == 0:
+                    break
+                found += accepted
+        finally:
+            lib.fx_trial_end(self._index, tier)
+        return chosen[:found]
+
+    def evict(self, tier: int, count: int) -> tuple[BlockIds, SlotIds]:
+        """Choose victims and drop them: `victims` and `drop` in one step.
+
+        `keys` still answers for the returned blocks until the next `insert`.
+        """
+        policy = self._policies[tier]
+        if policy is not None and not getattr(policy, "ranked", False):
+            blocks = self.victims(tier, count)
+            return blocks, self.drop(tier, blocks)
+        count = max(0, min(count, self.resident(tier)))
+        blocks, slots = np.empty(count, np.uint32), np.empty(count, np.uint32)
+        taken = lib.fx_index_evict(self._index, tier, count, u32(blocks), u32(slots))
+        blocks, slots = blocks[:taken], slots[:taken]
+        if policy is not None and taken:
+            policy.removed(blocks)
+        return blocks, slots
+
+    # what an entry is
+
+    def keys(self, blocks: BlockIds) -> KeyArray:
+        """Return the keys of blocks, shape [blocks, 2]; for an entry that is gone, its last key."""
+        blocks = as_blocks(blocks)
+        keys = np.empty((len(blocks), 2), np.uint64)
+        done(lib.fx_index_keys(self._index, u32(blocks), len(blocks), u64(keys)))
+        return keys
+
+    def parents(self, blocks: BlockIds) -> BlockIds:
+        """Return the parents of blocks, NO_BLOCK for first blocks of prompts."""
+        blocks = as_blocks(blocks)
+        parents = np.empty(len(blocks), np.uint32)
+        done(lib.fx_index_parents(self._index, u32(blocks), len(blocks), u32(parents)))
+        return parents
+
+    def depths(self, blocks: BlockIds) -> NDArray[np.uint32]:
+        """Return how many blocks stand before each in its prompt (0 = first block)."""
+        blocks = as_blocks(blocks)
+        depths = np.empty(len(blocks), np.uint32)
+        done(lib.fx_index_depths(self._index, u32(blocks), len(blocks), u32(depths)))
+        return depths
+
+    # the whole
+
+    def restore(self, tier: int, recovered: Recovered, now: float) -> BoolArray:
+        """Rebuild entries from what a store kept, READY in `tier`; say which rows were taken.
+
+        Rows without their ancestors, second rows of a key and rows that do not fit are not. The
+        policy is told `inserted`, ancestors first.
+        """
+        self._check_tier(tier)
+        keys, parents = as_keys(recovered.keys), as_keys(recovered.parents)
+        depths, slots = as_blocks(recovered.depths), as_blocks(recovered.slots)
+        rows = len(keys)
+        assert len(parents) == len(depths) == len(slots) == rows, (
+            "a recovered table has ragged columns"
+        )
+        kept, blocks = np.empty(rows, np.uint8), np.empty(rows, np.uint32)
+        count = done(
+            lib.fx_index_restore(
+                self._index,
+                tier,
+                u64(keys),
+                u64(parents),
+                u32(depths),
+                u32(slots),
+                rows,
+                ffi.from_buffer("uint8_t[]", kept),
+                u32(blocks),
+            )
+        )
+        policy = self._policies[tier]
+        if policy is not None and count:
+            policy.inserted(blocks[:count], now)
+        return kept.view(np.bool_)
+
+    def clear(self) -> None:
+        """Forget everything. Nothing may be pinned."""
+        assert self.pinned == 0, "an index with pins is not cleared"
+        for tier, policy in enumerate(self._policies):
+            if policy is not None:
+                blocks = np.empty(self.max_blocks, np.uint32)
+                blocks = blocks[: lib.fx_index_all(self._index, tier, u32(blocks))]
+                if len(blocks):
+                    policy.removed(blocks)
+        lib.fx_index_clear(self._index)
+
+    def check_integrity(self) -> None:
+        """Derive every count, link and order again by a full scan; AssertionError if one differs."""
+        wrong = lib.fx_index_check(self._index)
+        if wrong != ffi.NULL:
+            raise AssertionError(f"prefix index: {ffi.string(wrong).decode()}")
+
+    def _check_tier(self, tier: int) -> None:
+        if not 0 <= tier < len(self.tiers):
+            raise AssertionError(f"tier {tier} is none of {self.tiers}")

@@ -1,0 +1,92 @@
+"""The ranked leaf order of a tier, and how arrays go in and out of the C index.
+
+`TierOrder.rank`, `rank_each`, `ranks`, `take` (see `flexkv.protocols.LeafOrder`) - `as_blocks`,
+`as_keys`, `u32`, `u64` (arrays for C) - `done` (what C refused, as an AssertionError: it is a
+misuse by our own code).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv._core import ffi, lib
+from flexkv.model import BlockIds, KeyArray
+
+_U32 = np.dtype(np.uint32)
+_REFUSALS = {
+    lib.FX_INDEX_NO_BLOCK: "a block is not in the index",
+    lib.FX_INDEX_KNOWN: "a key to insert is known already",
+    lib.FX_INDEX_STATE: "a block is not in the state that the call needs",
+    lib.FX_INDEX_PINS: "a block is unpinned more often than pinned",
+    lib.FX_INDEX_RANK: "a rank is not a number",
+}
+
+
+def done(code: int) -> int:
+    """Pass on what a C call returned. AssertionError if it refused."""
+    if code >= 0:
+        return code
+    if code == lib.FX_INDEX_MEMORY:
+        raise MemoryError("no memory for the index")
+    raise AssertionError(f"prefix index: {_REFUSALS[code]}")
+
+
+def as_blocks(values: Any) -> NDArray[np.uint32]:
+    """Return block or slot numbers as a contiguous uint32 array."""
+    if isinstance(values, np.ndarray) and values.dtype == _U32 and values.flags.c_contiguous:
+        return values
+    return np.ascontiguousarray(values, np.uint32)
+
+
+def as_keys(values: KeyArray) -> KeyArray:
+    """Return keys as a contiguous uint64 array of shape [blocks, 2]."""
+    keys = np.ascontiguousarray(values, np.uint64)
+    assert keys.shape == (len(keys), 2), f"keys have shape [blocks, 2], got {keys.shape}"
+    return keys
+
+
+def u32(array: NDArray[np.uint32]) -> Any:
+    """A C pointer to a uint32 array that keeps the array alive."""
+    return ffi.from_buffer("uint32_t[]", array)
+
+
+def u64(array: NDArray[np.uint64]) -> Any:
+    """A C pointer to a uint64 array that keeps the array alive."""
+    return ffi.from_buffer("uint64_t[]", array)
+
+
+class TierOrder:
+    """The leaf order of one tier (see `flexkv.protocols.LeafOrder`)."""
+
+    def __init__(self, index: Any, tier: int) -> None:
+        self._index, self._tier = index, tier
+
+    def rank(self, blocks: BlockIds, value: float) -> None:
+        """Give all `blocks` the same rank."""
+        blocks = as_blocks(blocks)
+        done(lib.fx_order_rank(self._index, self._tier, u32(blocks), len(blocks), value))
+
+    def rank_each(self, blocks: BlockIds, values: NDArray[np.float64]) -> None:
+        """Give every block its own rank."""
+        blocks, values = as_blocks(blocks), np.ascontiguousarray(values, np.float64)
+        assert len(values) == len(blocks), "one rank per block"
+        numbers = ffi.from_buffer("double[]", values)
+        done(lib.fx_order_rank_each(self._index, self._tier, u32(blocks), len(blocks), numbers))
+
+    def ranks(self, blocks: BlockIds) -> NDArray[np.float64]:
+        """Return the ranks of blocks; 0 for one that was never ranked."""
+        blocks = as_blocks(blocks)
+        values = np.empty(len(blocks), np.float64)
+        numbers = ffi.from_buffer("double[]", values)
+        done(lib.fx_order_ranks(self._index, self._tier, u32(blocks), len(blocks), numbers))
+        return values
+
+    def take(self, count: int) -> BlockIds:
+        """Return up to `count` evictable blocks, lowest rank first, leaves before their parents."""
+        count = min(count, lib.fx_index_resident(self._index, self._tier))
+        blocks = np.empty(max(count, 0), np.uint32)
+        taken = lib.fx_order_take(self._index, self._tier, len(blocks), u32(blocks))
+        return blocks[:taken]
