@@ -203,8 +203,8 @@ class Planner:
             self.index.unpin(known)
             raise CapacityError(
                 f"put of {len(keys)} blocks needs {len(positions)} free host slots; "
-                f"{self.host.free} of {self.host.capacity} are free, the rest is pinned, in flight or "
-                "holds ancestors. Raise host_cache_bytes or put less at once"
+                f"{self.host.free} of {self.host.capacity} are free, the rest is pinned, in flight "
+                "or holds ancestors. Raise host_cache_bytes or put less at once"
             )
         slots, saves, waits = self._make_room(*chosen)
         try:
