@@ -1,8 +1,26 @@
-"""Fixtures for everybody."""
+"""Shared by all tests: helpers of this folder can be imported; no torch, no tests of it."""
 
 from __future__ import annotations
 
+import ast
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+HEAVY = {"torch", "transformers"}
+ABSENT = {name for name in HEAVY if find_spec(name) is None}
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Skip a module whose own imports name a package that is not installed."""
+    if not ABSENT or collection_path.suffix != ".py":
+        return None
+    wanted = set()
+    for node in ast.parse(collection_path.read_text()).body:
+        if isinstance(node, ast.Import):
+            wanted |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            wanted.add(node.module.split(".")[0])
+    return True if wanted & ABSENT else None

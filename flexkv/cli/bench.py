@@ -1,0 +1,157 @@
+"""`flexkv bench index|copy|disk|e2e`: run a benchmark with a progress bar, print a table or JSON."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flexkv.bench.report import Result, report
+from flexkv.errors import FlexKVError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Measure flexkv against the limits of this machine and against peers, in the same run.",
+)
+_DIRECTORY_NAMES = ("dir", "directory", "directories", "dirs")
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME=VALUE]...", help="Options of this benchmark, such as repeats=3."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Dir = Annotated[Path | None, typer.Option("--dir", help="Directory whose file system is measured.")]
+
+
+@app.command()
+def index(settings: Settings = None, as_json: Json = False) -> None:
+    """Hash, match, plan and evict on an index of a million blocks.
+
+    Example: [bold]flexkv bench index --json[/bold]
+    """
+    _run("index", settings, None, as_json)
+
+
+@app.command()
+def copy(settings: Settings = None, as_json: Json = False) -> None:
+    """Gather and scatter between device layout and host blocks.
+
+    Example: [bold]flexkv bench copy repeats=5[/bold]
+    """
+    _run("copy", settings, None, as_json)
+
+
+@app.command()
+def disk(settings: Settings = None, directory: Dir = None, as_json: Json = False) -> None:
+    """Read and write blocks, next to fio on the same file system.
+
+    Example: [bold]flexkv bench disk --dir /mnt/nvme --json[/bold]
+    """
+    _run("disk", settings, directory, as_json)
+
+
+@app.command()
+def e2e(settings: Settings = None, directory: Dir = None, as_json: Json = False) -> None:
+    """Put and get through a whole manager, one request and many at once.
+
+    Example: [bold]flexkv bench e2e --dir /mnt/nvme --json[/bold]
+    """
+    _run("e2e", settings, directory, as_json)
+
+
+def _run(name: str, settings: list[str] | None, directory: Path | None, as_json: bool) -> None:
+    run: Callable[..., list[Result]] = import_module(f"flexkv.bench.{name}").run
+    options = parse_options(run, settings or [], directory)
+    errors = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    try:
+        with Progress(*columns, console=errors, transient=True) as bar:
+            task = bar.add_task(name, total=None)
+
+            def progress(step: str, done: int, total: int) -> None:
+                bar.update(task, description=step, completed=done, total=total)
+
+            results = run(progress, **options)
+    except (FlexKVError, OSError) as error:
+        errors.print(f"[red]flexkv bench {name}:[/red] {error}", highlight=False)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(report(name, results), indent=2, allow_nan=False))
+    else:
+        Console().print(table(name, results))
+
+
+def parse_options(
+    run: Callable[..., Any], settings: list[str], directory: Path | None
+) -> dict[str, Any]:
+    """Turn NAME=VALUE words into keyword arguments of `run`; values are read as YAML.
+
+    Raises:
+        typer.BadParameter: not of that form, or the benchmark has no such option.
+    """
+    known = [
+        name
+        for name, item in inspect.signature(run).parameters.items()
+        if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD) and name != "progress"
+    ]
+    options: dict[str, Any] = {}
+    for word in settings:
+        name, equals, value = word.partition("=")
+        if not equals or name not in known:
+            raise typer.BadParameter(f"{word!r}: write NAME=VALUE; names: {', '.join(known)}")
+        options[name] = yaml.safe_load(value)
+    if directory is not None:
+        name = next((item for item in _DIRECTORY_NAMES if item in known), "")
+        if not name:
+            raise typer.BadParameter("this benchmark uses no directory")
+        options[name] = directory
+    return options
+
+
+def table(name: str, results: list[Result]) -> Table:
+    """Lay results out for people."""
+    made = Table(title=f"flexkv bench {name}", title_justify="left")
+    made.add_column("name", no_wrap=True)
+    made.add_column("value", justify="right", no_wrap=True)
+    for column in ("limit", "peer", "ratio", "samples"):
+        made.add_column(column, justify="right")
+    made.add_column("params", overflow="fold")
+    for item in results:
+        params = " ".join(f"{key}={value}" for key, value in item.params.items())
+        made.add_row(
+            item.name,
+            f"{_figure(item.value)} {item.unit}",
+            _figure(item.limit),
+            _figure(item.peer),
+            _figure(item.ratio),
+            str(item.samples),
+            params,
+        )
+    return made
+
+
+def _figure(value: float | None) -> str:
+    """Three or four significant digits, without exponents."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{value:.{max(0, min(digits, 9))}f}"

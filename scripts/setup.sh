@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Prepare .venv: system packages, Python packages, flexkv itself (editable). Quick the second time.
+#   PYTHON=python3.12 TORCH=2.9.1 scripts/setup.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/common.sh
+
+python=${PYTHON:-python3}
+venv=.venv
+check_python "$python"
+install_system_packages
+
+wanted=$(fingerprint "$("$python" --version)" "${TORCH:-}" pyproject.toml constraints-cpu.txt scripts/setup.sh)
+if [[ "$(cat $venv/.packages 2>/dev/null)" != "$wanted" ]]; then
+  say "making $venv with $("$python" --version)"
+  [[ -x $venv/bin/python ]] || "$python" -m venv $venv
+  $venv/bin/python -m pip install -q --upgrade pip
+  constraints=constraints-cpu.txt
+  if [[ -n "${TORCH:-}" ]]; then
+    constraints=$venv/constraints.txt
+    echo "torch==$TORCH" >$constraints
+  fi
+  say "installing $(tail -n 1 $constraints); this takes minutes the first time"
+  $venv/bin/python -m pip install -q -c $constraints torch
+  say "installing build tools and what flexkv needs"
+  $venv/bin/python scripts/requirements.py build project test lint transformers plots uvloop >$venv/requirements.txt
+  $venv/bin/python -m pip install -q -c $constraints -r $venv/requirements.txt
+  echo "$wanted" >$venv/.packages
+fi
+install_flexkv $venv
+say "ready: $venv/bin/flexkv --help"
