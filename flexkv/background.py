@@ -14,8 +14,9 @@ import anyio
 import numpy as np
 
 from flexkv.engine import Engine
+from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
-from flexkv.model import BlockIds, BoolArray, IOStatus, KeyArray, TransferGraph
+from flexkv.model import BlockIds, BoolArray, IOStatus, KeyArray, TierState
 from flexkv.planner import Planner
 from flexkv.protocols import BlockIO, StorageBackend
 from flexkv.telemetry import Telemetry, log
@@ -60,6 +61,7 @@ class Spiller:
             planner.ledger.max_blocks, np.int32
         )  # offers of a block not yet dealt with
         self._active = 0
+        self._stopped = False
         self._work = Signal()
         self.progress = Signal()
 
@@ -123,9 +125,35 @@ class Spiller:
         if lost:
             log.warning("spill.failed", blocks=lost, goal=graph.goal)
 
-    async def save(self, graph: TransferGraph) -> None:
-        """Run a graph that saves victims before their host slots are written again."""
-        await self._engine.run(self._engine.start(graph))
+    async def reached(self, blocks: BlockIds, keys: KeyArray) -> None:
+        """Wait until the lowest tier holds the blocks; with spill="on_evict" bring them there.
+
+        Raises:
+            TransferError: some did not get there and nobody is bringing them any more.
+        """
+        ledger = self._planner.ledger
+        if ledger.spill == "never":
+            return
+        if ledger.spill == "on_evict":
+            self.offer(blocks, keys)
+        index, lowest = ledger.index, ledger.stores[-1]
+        while True:
+            there = (index.keys(blocks) == keys).all(axis=1)
+            there &= index.states(lowest.number, blocks) == TierState.READY
+            if there.all():
+                return
+            if self._stopped or not self.pending(blocks[~there]).any():
+                raise TransferError(
+                    f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
+                    f"{lowest.name}: dropped under load, evicted before their turn, or an I/O "
+                    "error (see the log)"
+                )
+            await self.progress.wait()
+
+    def stop(self) -> None:
+        """Say that nothing will be written any more."""
+        self._stopped = True
+        self.progress.raise_()
 
     async def drained(self) -> None:
         """Wait until nothing is queued or being written."""
@@ -161,8 +189,12 @@ class Discarder:
 
     async def _discard(self, discard: Discard) -> None:
         store = self._stores[discard.tier.name]
-        statuses = await store.discard(BlockIO(discard.slots, discard.slots, discard.keys))
-        failed = statuses != IOStatus.LANDED
+        batch = BlockIO(discard.slots, discard.slots, discard.keys)
+        try:
+            failed = await store.discard(batch) != IOStatus.LANDED
+        except Exception as error:
+            log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
+            failed = np.ones(len(batch), np.bool_)
         if failed.any():
             # the record may survive on the medium; its checksum still guards every later read
             log.warning(

@@ -7,6 +7,7 @@ every pending and later handle raises BrokenManagerError from the cause.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from flexkv.background import Signal
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Run
-from flexkv.errors import BrokenManagerError, CapacityError, ClosedError
+from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, FlexKVError
 from flexkv.lanes import Lane
 from flexkv.model import Copy, Statuses, TransferGraph
 from flexkv.request import Request
@@ -34,6 +35,7 @@ class Host:
     def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
         self._config, self._telemetry = config, telemetry
         self._timeout_s = config.transfer_timeout_ms / 1e3
+        self._thread = threading.get_ident()
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._failure: BaseException | None = None
@@ -66,6 +68,11 @@ class Host:
         Raises:
             ClosedError, BrokenManagerError: the manager is not usable.
         """
+        if threading.get_ident() != self._thread:
+            raise FlexKVError(
+                "a KVManager belongs to the thread of its event loop; "
+                "from other threads use flexkv.BlockingKVManager"
+            )
         if self._stack is None or self._closing or self._failure is not None:
             self.check()
             raise ClosedError(
@@ -93,9 +100,18 @@ class Host:
         """Open, hold the task group until `stop`, close. Runs in a task of its own, so that the
         group is entered and left by the same task whoever enters and leaves the manager.
         """
+        self._thread = threading.get_ident()
         try:
-            self._stack = stack = await build(self._config, self._telemetry, self._commit)
-            self._observe(stack)
+            try:
+                stack = await build(self._config, self._telemetry, self._commit)
+            except Exception as error:
+                self._failure = error  # nothing was open: the one who enters is told, nobody else
+                return
+            self._stack = stack
+            stack.observe(self._telemetry)
+            for kind in self._admission:
+                reading = partial(self._running, kind)
+                self._telemetry.gauge("transfers_in_flight", reading, kind=kind)
             async with anyio.create_task_group() as group:
                 self._group = group
                 for _ in range(stack.spiller.workers):
@@ -150,6 +166,7 @@ class Host:
         self._ended.raise_()
         stack, self._stack = self._stack, None
         if stack is not None:
+            stack.spiller.stop()
             self._telemetry.retire()
             await stack.aclose()
 
@@ -162,7 +179,7 @@ class Host:
         for transfer in list(self.transfers):
             transfer.fail(self._broken())
         if self._stack is not None:
-            self._stack.spiller.progress.raise_()
+            self._stack.spiller.stop()
         self._ended.raise_()
         self._stop.set()
         if self._group is not None:
@@ -187,6 +204,7 @@ class Host:
         """Run a request in the group; settle it at its end or at its deadline, whichever comes
         first.
         """
+        self._pass_on(self.stack())
         if not request.run.ops:
             request.conclude()
             self._finish(request)
@@ -248,12 +266,14 @@ class Host:
         """Book what the engine achieved, and pass on the work that follows from it."""
         stack = self._stack
         assert stack is not None
-        ledger = stack.ledger
-        ledger.commit(graph, op, positions, statuses, stack.completions.now())
-        if ledger.spills:
-            for blocks, keys in ledger.spills:
-                stack.spiller.offer(blocks, keys)
-            ledger.spills.clear()
+        stack.ledger.commit(graph, op, positions, statuses, stack.completions.now())
+        self._pass_on(stack)
+
+    def _pass_on(self, stack: Stack) -> None:
+        """Hand the work that the ledger has collected to those who do it."""
+        for blocks, keys in stack.ledger.spills:
+            stack.spiller.offer(blocks, keys)
+        stack.ledger.spills.clear()
         stack.discarder.wake()
 
     def save(self, graph: TransferGraph) -> None:
@@ -273,6 +293,18 @@ class Host:
         finally:
             self._saving -= 1
             self._ended.raise_()
+
+    def usage(self) -> dict[str, int]:
+        """What is open and under way."""
+        stack = self.stack()
+        return {
+            "plans": len(stack.plans),
+            "transfers": len(self.transfers),
+            "pinned": stack.index.pinned,
+            "entries": len(stack.index),
+            "spilling": stack.spiller.queued_blocks,
+            "tickets": stack.completions.in_flight,
+        }
 
     # waiting
 
@@ -305,22 +337,6 @@ class Host:
             await stack.discarder.drained()
         finally:
             self.resetting = False
-
-    def _observe(self, stack: Stack) -> None:
-        """Offer what is best read when somebody looks."""
-        gauge = self._telemetry.gauge
-        for tier in stack.ledger.tiers.values():
-            gauge("tier_capacity_blocks", partial(getattr, tier, "capacity"), tier=tier.name)
-            gauge("tier_free_blocks", partial(getattr, tier, "free"), tier=tier.name)
-        for lane in stack.engine.lanes.values():
-            gauge("lane_bytes_in_flight", partial(getattr, lane, "in_flight"), lane=lane.name)
-            gauge("lane_queue_depth", partial(getattr, lane, "waiting"), lane=lane.name)
-        gauge("spill_queue_blocks", lambda: stack.spiller.queued_blocks)
-        gauge("index_blocks", lambda: len(stack.index))
-        gauge("pinned_blocks", lambda: stack.index.pinned)
-        gauge("tickets_in_flight", lambda: stack.completions.in_flight)
-        for kind in self._admission:
-            gauge("transfers_in_flight", partial(self._running, kind), kind=kind)
 
     def _running(self, kind: str) -> int:
         return sum(transfer.kind == kind for transfer in self.transfers)

@@ -147,7 +147,7 @@ class PrefixIndex:
     # use
 
     def touch(self, blocks: BlockIds, now: float) -> None:
-        """Tell every tier's policy that those of `blocks` (in prompt order) READY there were used."""
+        """Tell every tier's policy which `blocks`, in prompt order, READY there, were used."""
         blocks = as_blocks(blocks)
         here = np.empty(len(blocks), np.uint32)
         for tier, policy in enumerate(self._policies):
@@ -324,7 +324,7 @@ class PrefixIndex:
         lib.fx_index_clear(self._index)
 
     def check_integrity(self) -> None:
-        """Derive every count, link and order again by a full scan; AssertionError if one differs."""
+        """Derive counts, links and orders again by a full scan; AssertionError if one differs."""
         wrong = lib.fx_index_check(self._index)
         if wrong != ffi.NULL:
             raise AssertionError(f"prefix index: {ffi.string(wrong).decode()}")

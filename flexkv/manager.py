@@ -16,10 +16,10 @@ from typing import Any, Self
 import numpy as np
 
 from flexkv.config import FlexKVConfig
-from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError, TransferError
+from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
-from flexkv.model import SlotIds, TierState, TransferGraph
+from flexkv.model import SlotIds, TransferGraph
 from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
 from flexkv.stack import Stack
@@ -80,8 +80,7 @@ class KVManager:
                 raise
 
     async def aclose(self) -> None:
-        """Let running transfers and spills finish (up to close_timeout_ms), then release
-        everything.
+        """Let transfers and spills finish (up to close_timeout_ms), then release everything.
 
         Raises:
             BrokenManagerError: the manager had crashed; the cause is chained.
@@ -224,8 +223,7 @@ class KVManager:
 
     def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
         """Match and launch: load the longest readable prefix into the slots of its tokens."""
-        plan = self.get_match(tokens, namespace=namespace)
-        return self._launch_or_cancel(plan, slot_mapping)
+        return self._launch_or_cancel(self.get_match(tokens, namespace=namespace), slot_mapping)
 
     def put_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
         """Store the whole blocks of a prompt from the device slots of its tokens.
@@ -319,28 +317,8 @@ class KVManager:
         return await self._host.wait(list(transfers), timeout_ms)
 
     async def _wait_durable(self, transfer: Transfer) -> None:
-        """Wait until the lowest tier holds the transfer's blocks, or nobody is bringing them there
-        any more.
-        """
-        stack = self._stack
-        if not stack.ledger.stores or self.config.spill == "never":
-            return
-        lowest, blocks = stack.ledger.stores[-1], transfer.blocks
-        if self.config.spill == "on_evict":
-            stack.spiller.offer(blocks, transfer.keys)
-        while True:
-            self._host.check()
-            ours = (stack.index.keys(blocks) == transfer.keys).all(axis=1)
-            there = ours & (stack.index.states(lowest.number, blocks) == TierState.READY)
-            if there.all():
-                return
-            if not stack.spiller.pending(blocks[~there]).any():
-                lost = int(np.count_nonzero(~there))
-                raise TransferError(
-                    f"{lost} of {len(blocks)} blocks of a put did not reach {lowest.name}: "
-                    "dropped under load, evicted before their turn, or an I/O error (see the log)"
-                )
-            await stack.spiller.progress.wait()
+        await self._stack.spiller.reached(transfer.blocks, transfer.keys)
+        self._host.check()
 
     async def flush(self) -> None:
         """Wait until everything accepted so far has reached its lowest tier or was dropped."""
@@ -368,23 +346,4 @@ class KVManager:
         """Blocks per tier: capacity, free, readable; plus open plans and running transfers under
         "manager".
         """
-        stack = self._stack
-        tiers = stack.ledger.tiers.values()
-        report = {
-            tier.name: {
-                "capacity": tier.capacity,
-                "free": tier.pool.free,
-                "readable": stack.index.resident(tier.number),
-                "evicted": tier.evicted_blocks,
-            }
-            for tier in tiers
-        }
-        report["manager"] = {
-            "plans": len(stack.plans),
-            "transfers": len(self._host.transfers),
-            "pinned": stack.index.pinned,
-            "entries": len(stack.index),
-            "spilling": stack.spiller.queued_blocks,
-            "tickets": stack.completions.in_flight,
-        }
-        return report
+        return self._stack.usage() | {"manager": self._host.usage()}

@@ -154,7 +154,7 @@ def _huge_pages(size: int) -> tuple[int, mmap.mmap] | None:
     try:
         os.ftruncate(fd, rounded)
         return fd, mmap.mmap(fd, rounded)  # mapping reserves: ENOMEM now, never SIGBUS later
-    except OSError:
+    except (OSError, ValueError, OverflowError):
         os.close(fd)
         return None
 

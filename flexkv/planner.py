@@ -203,8 +203,8 @@ class Planner:
             self.index.unpin(known)
             raise CapacityError(
                 f"put of {len(keys)} blocks needs {len(positions)} free host slots; "
-                f"{self.host.free} of {self.host.capacity} are free, the rest is pinned, in flight or "
-                "holds ancestors. Raise host_cache_bytes or put less at once"
+                f"{self.host.free} of {self.host.capacity} are free, the rest is pinned, in flight "
+                "or holds ancestors. Raise host_cache_bytes or put less at once"
             )
         slots, saves, waits = self._make_room(*chosen)
         try:
@@ -224,6 +224,7 @@ class Planner:
         """Turn a put plan into its graph. `device_blocks` covers all blocks of the prompt."""
         arrived = np.ones(len(plan.blocks), np.bool_)
         arrived[plan.positions] = False
+        self.ledger.offer_unspilled(plan.blocks[arrived], plan.keys[arrived])
         ops: tuple[Copy, ...] = ()
         if len(plan.positions):
             landing = self.ledger.open_landing(plan.blocks[plan.positions])

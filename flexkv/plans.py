@@ -1,6 +1,6 @@
 """Plans that are open: matches that hold blocks until somebody launches or cancels them.
 
-`Plans.watch` (cancel it by itself after its time), `close` (it is launched), `cancel`, `cancel_all`.
+`Plans.watch` (cancel it by itself after its time), `close` (launched), `cancel`, `cancel_all`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Plans:
         return len(self._open)
 
     def watch(self, plan: Plan) -> Plan:
-        """Keep a plan until it is closed, cancelled or too old. A plan without blocks holds nothing."""
+        """Keep a plan until it is closed, cancelled or too old; an empty one holds nothing."""
         if len(plan.blocks):
             plan.timer = self._completions.call_later(self._ttl_s, self._expire, plan)
             self._open.add(plan)
         return plan
 
     def close(self, plan: Plan) -> bool:
-        """Take a plan out of the books without giving anything back; False if it was closed before."""
+        """Take a plan out of the books, giving nothing back; False if it was closed before."""
         was_open, plan.open = plan.open, False
         if plan.timer is not None:
             plan.timer.cancel()

@@ -40,7 +40,7 @@ def device_blocks(slot_mapping: Any, count: int, tokens_per_block: int, limit: i
         )
     blocks = np.empty(count, np.uint32)
     good = lib.fx_slots_to_blocks(
-        ffi.from_buffer(slots),
+        ffi.from_buffer("char[]", slots),
         slots.itemsize == 8,
         count,
         size,

@@ -54,6 +54,32 @@ class Stack:
     discarder: Discarder
     closer: AsyncExitStack
 
+    def usage(self) -> dict[str, dict[str, int]]:
+        """Blocks per tier: capacity, free, readable, evicted so far."""
+        return {
+            tier.name: {
+                "capacity": tier.capacity,
+                "free": tier.free,
+                "readable": self.index.resident(tier.number),
+                "evicted": tier.evicted_blocks,
+            }
+            for tier in self.ledger.tiers.values()
+        }
+
+    def observe(self, telemetry: Telemetry) -> None:
+        """Offer what is best read when somebody looks."""
+        gauge = telemetry.gauge
+        for tier in self.ledger.tiers.values():
+            gauge("tier_capacity_blocks", partial(getattr, tier, "capacity"), tier=tier.name)
+            gauge("tier_free_blocks", partial(getattr, tier, "free"), tier=tier.name)
+        for lane in self.engine.lanes.values():
+            gauge("lane_bytes_in_flight", partial(getattr, lane, "in_flight"), lane=lane.name)
+            gauge("lane_queue_depth", partial(getattr, lane, "waiting"), lane=lane.name)
+        gauge("spill_queue_blocks", lambda: self.spiller.queued_blocks)
+        gauge("index_blocks", lambda: len(self.index))
+        gauge("pinned_blocks", lambda: self.index.pinned)
+        gauge("tickets_in_flight", lambda: self.completions.in_flight)
+
     async def aclose(self) -> None:
         """Close backends, completions and arena, in this order."""
         await self.closer.aclose()
@@ -81,46 +107,20 @@ async def _open(
 ) -> Stack:
     closer = await guard.enter_async_context(AsyncExitStack())
     identity = config.identity(spec)
-    keyring = Keyring(identity, config.secret_bytes())
     host_slots, disk_slots = config.host_slots(spec), config.disk_slots(spec)
     chunk_blocks = max(1, config.chunk_bytes // spec.stride_bytes)
     staging_slots = max(2, config.staging_bytes // spec.stride_bytes) if disk_slots else 0
-    arena = await anyio.to_thread.run_sync(
-        lambda: Arena(
-            host_slots + staging_slots,
-            spec.stride_bytes,
-            huge_pages=config.huge_pages,
-            prefault=config.prefault,
-        )
-    )
-    completions = Completions(
-        tickets=config.tickets,
-        crew_threads=config.crew_threads or None,
-        crew_queue=config.crew_queue,
-    )
-
-    async def close_memory() -> None:
-        stayed_out = await completions.aclose(config.close_timeout_ms)
-        if stayed_out:
-            log.error(
-                "close.leaked", tickets=stayed_out, reason="hardware may still write to the arena"
-            )
-        else:
-            arena.close()
-
-    closer.push_async_callback(close_memory)
+    arena, completions = await _open_memory(config, spec, host_slots + staging_slots, closer)
     services = Services(completions, arena, identity, config.backend_settings("device"), host_slots)
-    device: DeviceBackend = plugins.load("flexkv.backends", config.device)()
+    device: DeviceBackend = plugins.load(plugins.BACKENDS, config.device)()
     await device.open(services)
     closer.push_async_callback(device.aclose)
     stores: dict[str, StorageBackend] = {}
     recovered: dict[str, Recovered] = {}
     if disk_slots:
-        store: StorageBackend = plugins.load("flexkv.backends", config.disk_backend)()
-        services = Services(
-            completions, arena, identity, config.backend_settings("disk"), disk_slots
-        )
-        found = await store.open(services)
+        store: StorageBackend = plugins.load(plugins.BACKENDS, config.disk_backend)()
+        settings = config.backend_settings("disk")
+        found = await store.open(Services(completions, arena, identity, settings, disk_slots))
         closer.push_async_callback(store.aclose)
         stores[DISK] = store
         if found is not None:
@@ -152,7 +152,7 @@ async def _open(
         log.info("tier.restored", tier=name, blocks=kept, orphans=len(found.slots) - kept)
     return Stack(
         spec,
-        keyring,
+        Keyring(identity, config.secret_bytes()),
         completions,
         arena,
         device,
@@ -167,6 +167,33 @@ async def _open(
     )
 
 
+async def _open_memory(
+    config: FlexKVConfig, spec: KVSpec, slots: int, closer: AsyncExitStack
+) -> tuple[Arena, Completions]:
+    """Open arena and completions; the arena outlives whatever may still write to it."""
+    arena = await anyio.to_thread.run_sync(
+        lambda: Arena(
+            slots, spec.stride_bytes, huge_pages=config.huge_pages, prefault=config.prefault
+        )
+    )
+    completions = Completions(
+        tickets=config.tickets,
+        crew_threads=config.crew_threads or None,
+        crew_queue=config.crew_queue,
+    )
+
+    async def close() -> None:
+        stayed_out = await completions.aclose(config.close_timeout_ms)
+        if stayed_out:
+            reason = "hardware may still write to the arena"
+            log.error("close.leaked", tickets=stayed_out, reason=reason)
+        else:
+            arena.close()
+
+    closer.push_async_callback(close)
+    return arena, completions
+
+
 def _count_evicted(telemetry: Telemetry, tier: str, count: int) -> None:
     telemetry.add("evicted_blocks", count, tier=tier)
 
@@ -179,7 +206,7 @@ def _make_ledger(
     index = PrefixIndex(max_blocks, list(capacities))
     tiers = []
     for number, (name, slots) in enumerate(capacities.items()):
-        policy = plugins.load("flexkv.policies", config.policy_of(name))()
+        policy = plugins.load(plugins.POLICIES, config.policy_of(name))()
         index.set_policy(number, policy, config.policy_settings())
         tiers.append(
             Tier(

@@ -1,7 +1,8 @@
 """A process for test_disk_recovery: forks children that use a disk tier until they are killed.
 
-Reads one job per line from stdin (JSON), forks, says ["pid", n], waits for the child's end and says ["dead"]. The
-child says ["begun", kind, slots, numbers] before and ["done", ...] after each batch.
+Reads one job per line from stdin (JSON), forks, says ["pid", n], waits for the child's end and
+says ["dead"]. The child says ["begun", kind, slots, numbers] before and ["done", ...] after
+each batch.
 """
 
 from __future__ import annotations

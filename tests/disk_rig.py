@@ -1,4 +1,6 @@
-"""What the tests of the disk tier share: `Rig` (an open tier with patterned blocks), `pattern`, `keys_of`, `ENGINES`."""
+"""What the tests of the disk tier share: `Rig` (an open tier with patterned blocks), `pattern`,
+`keys_of`, `ENGINES`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from flexkv.memory import Arena
 from flexkv.model import Identity, IOStatus, KVSpec
 from flexkv.protocols import BlockIO, Services
 
-LANDED, FAILED, DAMAGED, MISSING = (int(status) for status in IOStatus)
+LANDED, FAILED, DAMAGED, MISSING, SKIPPED = (int(status) for status in IOStatus)
 
 # 5,120 bytes in slots of 8,192: what lies between is written too, but belongs to nobody
 SPEC = KVSpec.uniform(layers=2, heads=1, head_size=40, tokens_per_block=16)
@@ -33,9 +35,13 @@ ENGINES = [
 ]
 
 
+_noise = np.random.default_rng(0).integers(0, 1 << 63, 1 << 17, np.uint64)
+
+
 def pattern(number: int, size: int = SPEC.block_bytes) -> NDArray[np.uint8]:
-    """The bytes of block `number`."""
-    return np.random.default_rng(number).integers(0, 256, size, np.uint8)
+    """The bytes of block `number`, which differ from those of any other in every 8 of them."""
+    words = _noise[: -(-size // 8)] ^ np.uint64((number + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
+    return words.view(np.uint8)[:size]
 
 
 def keys_of(numbers: Sequence[int] | NDArray[Any]) -> NDArray[np.uint64]:
@@ -111,7 +117,9 @@ class Rig:
     def batch(
         self, numbers: Sequence[int], slots: Sequence[int] | None = None, first: int = 0
     ) -> BlockIO:
-        """A batch of blocks between arena slots from `first` on and `slots` (default: the numbers)."""
+        """A batch of blocks between arena slots from `first` on and `slots` (default: the
+        numbers).
+        """
         numbers = list(numbers)
         store = np.array(numbers if slots is None else list(slots), np.uint32)
         parents = keys_of(np.maximum(np.array(numbers, np.int64), 1) - 1)

@@ -1,10 +1,13 @@
-"""The disk tier at work: what was written is read back, on every engine and any number of directories."""
+"""The disk tier at work: what was written is read back, on every engine and any number of
+directories.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -137,7 +140,7 @@ async def test_discarded_blocks_are_gone(tmp_path: Path) -> None:
 async def test_used_bytes_are_true_after_remove_clear_and_overwrite(tmp_path: Path) -> None:
     """Twenty rounds on 8 slots (D06): nothing of a round is left when the next one starts."""
     async with Rig(folders(tmp_path, 2), slots=8) as rig:
-        reserved = _allocated(tmp_path)
+        reserved = allocated(tmp_path)
         for turn in range(20):
             pair = [100 + 2 * turn, 101 + 2 * turn]
             slots = [2 * turn % 8, (2 * turn + 1) % 8]
@@ -148,13 +151,13 @@ async def test_used_bytes_are_true_after_remove_clear_and_overwrite(tmp_path: Pa
             assert rig.backend.used_bytes == 2 * SPEC.stride_bytes
             assert await rig.drop(pair, slots) == [LANDED] * 2
             assert rig.backend.used_bytes == 0
-            assert _allocated(tmp_path) == reserved
+            assert allocated(tmp_path) == reserved
         assert await rig.put(range(8)) == [LANDED] * 8
         assert await rig.get(range(8)) == [LANDED] * 8
 
 
-def _allocated(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*.data"))
+def allocated(root: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in root.rglob("flexkv.*"))
 
 
 async def test_misuse_is_told(tmp_path: Path) -> None:
@@ -227,7 +230,7 @@ async def test_io_uring_may_be_demanded_without_direct_io(memory_folder: Path, e
 
 
 @pytest.fixture
-def memory_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def memory_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = Path("/dev/shm")
     if not os.access(root, os.W_OK):
         pytest.skip("no /dev/shm to write to")
@@ -237,7 +240,9 @@ def memory_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(["rm", "-r", str(folder)], check=True)
 
 
-async def test_a_full_device_is_told_at_open(tmp_path: Path) -> None:
+@pytest.fixture
+def small_device(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a small tmpfs")
     small = tmp_path / "small"
@@ -245,14 +250,17 @@ async def test_a_full_device_is_told_at_open(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(small)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
-    try:
-        with pytest.raises(StorageError, match=r"small/ssd: .*bytes more, \d+ bytes are free"):
-            await Rig([small / "ssd"], slots=64).__aenter__()
-        assert sum(path.stat().st_blocks for path in (small / "ssd").glob("flexkv.*")) <= 16
-        async with Rig([small / "ssd"], slots=8) as rig:
-            assert await rig.put(range(8)) == [LANDED] * 8
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+    yield small
+    subprocess.run(["umount", str(small)], check=True)
+
+
+async def test_a_full_device_is_told_at_open(small_device: Path) -> None:
+    folder = small_device / "ssd"
+    with pytest.raises(StorageError, match=r"small/ssd: .*bytes more, \d+ bytes are free"):
+        await Rig([folder], slots=64).__aenter__()
+    assert allocated(folder) <= 16 * 512, "what was reserved for nothing was kept"
+    async with Rig([folder], slots=8) as rig:
+        assert await rig.put(range(8)) == [LANDED] * 8
 
 
 _LIMITED = """

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,11 @@ from flexkv.errors import FormatError, OwnershipError
 from flexkv.testing.faults import cut_file, flip_bit, swap_ranges
 
 RECORDS, DATA = disk_format.RECORDS_NAME, disk_format.DATA_NAME
+
+
+def files(root: Path, name: str) -> list[Path]:
+    """The files below `root` whose name matches."""
+    return sorted(root.rglob(name))
 
 
 async def fill(paths: list[Path], count: int = 12, **settings: object) -> None:
@@ -94,7 +100,7 @@ async def test_a_kill_a_lost_file_and_a_short_file(tmp_path: Path) -> None:
         found = [number for number in rig.found if number < 6]
         assert await rig.get(found) == [LANDED] * 4
         assert rig.backend.used_blocks == len(rig.found)
-        assert [path.name for path in tmp_path.rglob("*") if path.suffix == ".data"] == [DATA] * 7
+        assert len(files(tmp_path, DATA)) == len(files(tmp_path, "*.data*")) == 7
         assert await rig.put([0, 1, 6]) == [LANDED] * 3
     async with Rig(paths, slots=14) as rig:
         assert sorted(rig.found)[:7] == list(range(7))
@@ -200,7 +206,7 @@ async def test_the_tier_may_grow_and_shrink(tmp_path: Path) -> None:
     async with Rig(paths, slots=8) as rig:
         assert sorted(rig.found) == list(range(8))
         assert await rig.get(range(8)) == [LANDED] * 8
-        sizes = [path.stat().st_size for path in tmp_path.rglob(DATA)]
+        sizes = [path.stat().st_size for path in files(tmp_path, DATA)]
         assert sum(sizes) == 8 * SPEC.stride_bytes
     async with Rig(paths, slots=31) as rig:
         assert sorted(rig.found) == list(range(8)), "dropped blocks came back"
@@ -268,7 +274,7 @@ async def test_a_spoilt_store_is_an_error_or_empty(tmp_path: Path, spoil, words:
     paths = folders(tmp_path, 2)
     await fill(paths)
     spoil(paths)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("flexkv.[rd]*")}
+    before = {path: path.read_bytes() for path in files(tmp_path, "flexkv.[rd]*")}
     with pytest.raises(FormatError, match=words) as caught:
         await Rig(paths).__aenter__()
     assert "ssd" in str(caught.value)
@@ -420,10 +426,12 @@ class Zygote:
                 return said
         raise AssertionError(f"the child ended before it said {word!r}: {self.lines[-3:]}")
 
-    def kill(self) -> None:
-        """Kill the child and read the rest of what it said."""
-        os.kill(self._pid, signal.SIGKILL)
+    def kill(self, after_ms: float = 0) -> None:
+        """Kill the child, now or in a while, and read the rest of what it said."""
+        timer = threading.Timer(after_ms / 1000, os.kill, (self._pid, signal.SIGKILL))
+        timer.start()
         self.wait_for("dead")
+        timer.join()
 
 
 KILLS = int(os.environ.get("FLEXKV_TEST_KILLS", "20"))
@@ -442,9 +450,8 @@ async def test_kill_at_any_moment(tmp_path: Path, engine: str) -> None:
     with Zygote() as zygote:
         for turn in range(KILLS // 2):
             zygote.start(paths, seed=turn, mode="loop", slots=48, engine=engine)
-            for _ in range(int(random.integers(1, 12))):
-                zygote.wait_for("begun")
-            zygote.kill()
+            zygote.wait_for("begun")
+            zygote.kill(after_ms=random.uniform(0, 30))
             held, unsure = replay(held, zygote.lines)
             async with Rig(paths, slots=48, host_slots=48, engine=engine) as rig:
                 slots = {slot: number for number, slot in rig.found.items()}

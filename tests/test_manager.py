@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SPEC, TOKENS_PER_BLOCK, Device, open_rig, prompt, slots_of
+from rig import SPEC, Device, open_rig, prompt, slots_of
 
 from flexkv import (
     CapacityError,

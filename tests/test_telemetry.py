@@ -43,16 +43,17 @@ def test_misspelt_names_and_labels_are_errors() -> None:
 
 def test_histograms_count_into_the_right_bucket() -> None:
     telemetry = Telemetry()
-    bounds = METRICS["match_seconds"].bounds
+    bounds, labels = METRICS["transfer_seconds"].bounds, {"kind": "get", "part": "hidden"}
     for value in (0.0, bounds[0], bounds[0] * 1.01, bounds[-1] * 2):
-        telemetry.observe("match_seconds", value)
-    item = telemetry.histograms[("match_seconds",)]
+        telemetry.observe("transfer_seconds", value, **labels)
+    item = telemetry.histograms["transfer_seconds", "get", "hidden"]
     assert item.counts[0] == 2  # an upper edge belongs to its bucket
     assert item.counts[1] == 1
     assert item.counts[-1] == 1
     assert item.cumulative()[-1] == ("+Inf", 4)
-    assert telemetry.value("match_seconds") == 4
-    assert telemetry.snapshot()["match_seconds"]["count"] == 4
+    assert telemetry.value("transfer_seconds", **labels) == 4
+    key = "kind=get,part=hidden"
+    assert telemetry.snapshot()["transfer_seconds"][key]["count"] == 4
 
 
 def test_gauges_are_read_when_asked() -> None:
@@ -66,7 +67,7 @@ def test_gauges_are_read_when_asked() -> None:
 
 def exercise(telemetry: Telemetry) -> None:
     telemetry.add(BYTES, 4096, source="device", target="host")
-    telemetry.add("transfers", kind="put")
+    telemetry.add("transfers", kind="put", outcome="done")
     telemetry.observe("transfer_seconds", 0.002, kind="put", part="exposed")
     telemetry.gauge("tier_capacity_blocks", lambda: 8, tier="host")
 
@@ -97,14 +98,14 @@ def test_stopping_and_starting_keeps_counts_and_duplicates_nothing() -> None:
         expose(registry, telemetry)
         expose(registry, telemetry)
         exercise(telemetry)
-        labels = {"kind": "put"}
+        labels = {"kind": "put", "outcome": "done"}
         assert registry.get_sample_value("flexkv_transfers_total", labels) == life
         assert registry.get_sample_value("flexkv_tier_capacity_blocks", {"tier": "host"}) == 8
         telemetry.retire()
         assert registry.get_sample_value("flexkv_transfers_total", labels) == life
         assert (
             registry.get_sample_value(
-                "flexkv_transfer_seconds_count", {**labels, "part": "exposed"}
+                "flexkv_transfer_seconds_count", {"kind": "put", "part": "exposed"}
             )
             == life
         )

@@ -5,6 +5,7 @@
  * sizes), and leaves the cache to the model. */
 #include "copy.h"
 #include "hub.h"
+#include "sum.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -24,7 +25,8 @@
 
 #define LINE_BYTES 64u
 #define PAGE_BYTES 4096u
-/* Below this a segment is copied through the cache: heads and tails of lines outweigh what streaming saves. */
+/* Below this a segment is copied through the cache: its partial lines outweigh what streaming saves. Measured with
+ * head-major device blocks: at 256 bytes streaming gathers 1.4x as fast as memcpy, at 64 bytes 0.8x. */
 #define STREAM_MIN_BYTES 256u
 /* A piece of crew work: small enough to balance threads, large enough to hide the hand-over (~1 us). */
 #define PIECE_BYTES (512u << 10)
@@ -194,9 +196,11 @@ typedef struct {
 } sum_plan;
 
 static void sum_units(const sum_plan *plan, uint64_t begin, uint64_t end) {
+  int fast = fx_sum_usable();
   for (uint64_t i = begin; i < end; i++) {
     const void *block = (const void *)(uintptr_t)(plan->base + plan->slots[i] * plan->stride);
-    plan->sums[i] = XXH3_64bits_withSeed(block, plan->size, seed_of(plan->keys + 2 * i));
+    uint64_t seed = seed_of(plan->keys + 2 * i);
+    plan->sums[i] = fast ? fx_sum_avx2(block, plan->size, seed) : XXH3_64bits_withSeed(block, plan->size, seed);
   }
 }
 

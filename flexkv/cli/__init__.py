@@ -1,4 +1,4 @@
-"""The `flexkv` command: `demo`, `doctor`, `bench`, `disk`; each loads what it needs when it runs."""
+"""The `flexkv` command: `demo`, `doctor`, `bench`, `disk`; each loads what it needs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def main(
     """
 
 
-@app.command(**_PASS_ON)
-def demo(context: typer.Context) -> None:
+@app.command("demo", **_PASS_ON)
+def _demo(context: typer.Context) -> None:
     """Answer questions over a long document with a real model: no cache, host hit, SSD hit.
 
     Example: [bold]flexkv demo --model path/to/model[/bold]
@@ -55,8 +55,8 @@ def demo(context: typer.Context) -> None:
     command(context.args, prog_name="flexkv demo")
 
 
-@app.command(**_PASS_ON)
-def doctor(context: typer.Context) -> None:
+@app.command("doctor", **_PASS_ON)
+def _doctor(context: typer.Context) -> None:
     """Say what this machine offers, what is missing, and what to type.
 
     Example: [bold]flexkv doctor --dir /mnt/nvme0 --dir /mnt/nvme1[/bold]
@@ -66,8 +66,8 @@ def doctor(context: typer.Context) -> None:
     command(context.args, prog_name="flexkv doctor")
 
 
-@app.command(**_PASS_ON)
-def bench(context: typer.Context) -> None:
+@app.command("bench", **_PASS_ON)
+def _bench(context: typer.Context) -> None:
     """Measure the index, the copy engine, the disk tier, or all together, against limits and peers.
 
     Example: [bold]flexkv bench disk --dir /mnt/nvme --json[/bold]
@@ -77,8 +77,8 @@ def bench(context: typer.Context) -> None:
     command(context.args, prog_name="flexkv bench")
 
 
-@app.command(**_PASS_ON)
-def disk(context: typer.Context) -> None:
+@app.command("disk", **_PASS_ON)
+def _disk(context: typer.Context) -> None:
     """Inspect or verify the directories of a disk tier.
 
     Example: [bold]flexkv disk verify /mnt/nvme0[/bold]

@@ -1,4 +1,4 @@
-"""`flexkv bench index|copy|disk|e2e`: run a benchmark with a progress bar, print a table or JSON."""
+"""`flexkv bench index|copy|disk|e2e`: run it with a progress bar, print a table or JSON."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ def check_plugins(*, probe: bool = True) -> Iterator[Finding]:
             try:
                 found = plugins.load(group, item.name)
             except PluginError as error:
-                yield Finding(subject, "unusable", str(error), f"upgrade or uninstall {item.distribution.split()[0]}")
+                advice = f"upgrade or uninstall {item.distribution.split()[0]}"
+                yield Finding(subject, "unusable", str(error), advice)
                 continue
             yield Finding(subject, "ok", item.distribution + _devices(group, found))
 

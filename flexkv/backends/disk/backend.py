@@ -53,6 +53,7 @@ class DiskBackend:
         self.engine: Engine  # set by `open`, as are the next ones
         self.records: RecordFiles
         self._store: Store | None = None
+        self._closing = False
         self._batches = 0
         self._idle = anyio.Event()
 
@@ -95,6 +96,7 @@ class DiskBackend:
         self.engine_name = self.engine.name
         self.report = store.report
         self._settings = settings
+        self._geometry = store.geometry
         self._stride_bytes = store.geometry.stride_bytes
         self._data_fds = np.array([d.data_fd for d in store.directories], np.int32)
         self._crew = Crew(services.completions, services.arena, spec.block_bytes)
@@ -180,20 +182,26 @@ class DiskBackend:
             self._leave()
 
     async def aclose(self) -> None:
-        """Wait for what is in flight, push it to the device, unlock. Calling it twice is fine."""
-        store, self._store = self._store, None
-        if store is None:
+        """Wait for what is in flight, push it to the device, unlock. Calling it twice is fine.
+
+        When the device does not answer for 30 s the files stay open and locked until the process
+        ends: somebody else must not get them while it may still write.
+        """
+        if self._store is None:
             return
-        if self._batches:
-            with anyio.move_on_after(_CLOSE_TIMEOUT_S):
+        self._closing = True
+        with anyio.move_on_after(_CLOSE_TIMEOUT_S) as scope:
+            if self._batches:
                 await self._idle.wait()
-        await self.engine.aclose()
-        await anyio.to_thread.run_sync(_close, store, limiter=anyio.CapacityLimiter(1))
+            await self.engine.aclose()
+        store, self._store = self._store, None
+        if store is not None and not scope.cancelled_caught:
+            await anyio.to_thread.run_sync(_close, store, limiter=anyio.CapacityLimiter(1))
 
     # --- one batch
 
     def _enter(self, batch: BlockIO) -> SlotIds:
-        if self._store is None:
+        if self._store is None or self._closing:
             raise ClosedError("the disk tier is closed")
         slots = np.ascontiguousarray(batch.store_slots, np.uint32)
         if len(slots) and int(slots.max()) >= len(self._table):
@@ -229,8 +237,7 @@ class DiskBackend:
                 group.start_soon(worker)
 
     def _moves(self, write: bool, slots: SlotIds, host_slots: SlotIds) -> Moves:
-        assert self._store is not None
-        directories, local = self._store.geometry.locate(slots)
+        directories, local = self._geometry.locate(slots)
         offsets = local * np.uint64(self._stride_bytes)
         return Moves(write, self._data_fds[directories], offsets, host_slots, self._stride_bytes)
 
@@ -304,7 +311,6 @@ class DiskBackend:
         return ready
 
     def _rows(self, batch: BlockIO, part: Positions, sums: NDArray[np.uint64]) -> NDArray[np.void]:
-        assert self._store is not None
         rows = np.zeros(len(part), RECORD)
         rows["key"] = batch.keys[part]
         if batch.parents is not None:
@@ -312,7 +318,7 @@ class DiskBackend:
         if batch.depths is not None:
             rows["depth"] = batch.depths[part]
         rows["sequence"] = self._table.take_sequences(len(part))
-        rows["size"] = self._store.geometry.block_bytes
+        rows["size"] = self._geometry.block_bytes
         rows["checksum"] = sums
         return rows
 

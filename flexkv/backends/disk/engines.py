@@ -118,7 +118,9 @@ class RingEngine:
             return
         ring, self._ring = self._ring, ffi.NULL
         self._completions.detach(ring)
-        lib.fx_ring_close(ring)
+        await anyio.to_thread.run_sync(
+            lib.fx_ring_close, ring, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+        )
 
 
 class ThreadEngine:
@@ -163,7 +165,9 @@ class ThreadEngine:
 
     async def aclose(self) -> None:
         """Wait for what is in flight and end the threads."""
-        await anyio.to_thread.run_sync(self._pool.shutdown, limiter=anyio.CapacityLimiter(1))
+        await anyio.to_thread.run_sync(
+            self._pool.shutdown, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+        )
 
     def _move_runs(
         self, moves: Moves, runs: list[NDArray[np.intp]], results: NDArray[np.int32]
