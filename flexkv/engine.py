@@ -282,7 +282,7 @@ class Engine:
 
 
 def _no_room(error: BaseException) -> bool:
-    """Whether a backend refused for want of tickets or queue: nothing was tried, no block is bad."""
+    """Whether a backend refused for want of tickets or queue: no block is bad for it."""
     if isinstance(error, BaseExceptionGroup):
         return all(_no_room(inner) for inner in error.exceptions)
     return isinstance(error, CapacityError)

@@ -1,8 +1,8 @@
 """A request under way: the transfer its caller holds, the run that moves its blocks, and how one
 settles the other.
 
-`Request.conclude` settles the transfer from the run as it stands; `device_blocks` turns an engine's
-slot mapping into block numbers, checking every slot.
+`Request.conclude` settles the transfer from the run as it stands, `report` tells telemetry;
+`device_blocks` turns an engine's slot mapping into block numbers, checking every slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexkv.engine import Run
 from flexkv.errors import InputError, TransferError
 from flexkv.keys import as_tokens
 from flexkv.model import SlotIds
-from flexkv.telemetry import Telemetry
+from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 _NO_BLOCKS: SlotIds = np.empty(0, np.uint32)
@@ -153,4 +153,21 @@ class Request:
                 exposed_ms,
                 self.run.cancelled,
             )
+        )
+
+    def report(self) -> None:
+        """Tell telemetry and log how the transfer ended."""
+        elapsed_ms, exposed_ms = self.transfer.elapsed()
+        add, observe = self.telemetry.add, self.telemetry.observe
+        add("transfers", 1, kind=self.kind, outcome=self.transfer.outcome)
+        observe("transfer_seconds", exposed_ms / 1e3, kind=self.kind, part="exposed")
+        hidden_ms = elapsed_ms - exposed_ms
+        observe("transfer_seconds", hidden_ms / 1e3, kind=self.kind, part="hidden")
+        log.debug(
+            "transfer.done",
+            kind=self.kind,
+            outcome=self.transfer.outcome,
+            size_bytes=self.run.moved_bytes,
+            elapsed_ms=elapsed_ms,
+            exposed_ms=exposed_ms,
         )

@@ -16,7 +16,7 @@ PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
 BRAIN = "keys index order pool tier ledger spills planner"
-BODY = "completion memory lanes engine background plans request stack hosting transfer"
+BODY = "completion memory lanes admission engine background plans request stack hosting transfer"
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
     "errors": "",
@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "errors",
+    "admission": f"config lanes {VOCABULARY}",
     "engine": f"completion lanes pool protocols telemetry {VOCABULARY}",  # no backend, no index
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
