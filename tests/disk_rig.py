@@ -21,7 +21,7 @@ from flexkv.memory import Arena
 from flexkv.model import Identity, IOStatus, KVSpec
 from flexkv.protocols import BlockIO, Services
 
-LANDED, FAILED, DAMAGED, MISSING = (int(status) for status in IOStatus)
+LANDED, FAILED, DAMAGED, MISSING, SKIPPED = (int(status) for status in IOStatus)
 
 # 5,120 bytes in slots of 8,192: what lies between is written too, but belongs to nobody
 SPEC = KVSpec.uniform(layers=2, heads=1, head_size=40, tokens_per_block=16)
