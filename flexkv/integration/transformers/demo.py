@@ -20,7 +20,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from flexkv.errors import FlexKVError
 from flexkv.integration.transformers.demo_report import build_report
-from flexkv.integration.transformers.demo_worker import Settings
+from flexkv.integration.transformers.demo_text import Settings
 
 Event = dict[str, Any]
 WORKER = "flexkv.integration.transformers.demo_worker"

@@ -9,7 +9,7 @@ import importlib
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,9 +29,6 @@ def build_report(events: Sequence[Event]) -> dict[str, Any]:
     questions, chat = defaultdict(list), defaultdict(list)
     for answer in answers:
         (questions if answer["who"].startswith("user") else chat)[answer["way"]].append(answer)
-    ways = {way: _summary(questions[way]) for way in WAYS}
-    for way in WAYS:
-        ways[way]["speedup"] = ways["cold"]["ttft_ms"] / max(ways[way]["ttft_ms"], 1e-9)
     problems = _problems(answers, questions)
     loaded = next(event for event in events if event["event"] == "loaded")
     return {
@@ -46,13 +43,21 @@ def build_report(events: Sequence[Event]) -> dict[str, Any]:
             "torch": loaded["torch"],
             "threads": loaded["threads"],
         },
-        "ways": ways,
-        "chat": {way: _summary(chat[way]) for way in WAYS},
+        "ways": _rows(questions),
+        "chat": _rows(chat),
         "fill": _summary(questions["fill"]),
         "kills": [event for event in events if event["event"] == "killed"],
         "after_restart": next((e for e in events if e["event"] == "reopened"), None),
         "answers": answers,
     }
+
+
+def _rows(answers: Mapping[str, Sequence[Event]]) -> dict[str, dict[str, Any]]:
+    """The summaries of all ways, with their speed-up over having no cache."""
+    rows = {way: _summary(answers[way]) for way in WAYS}
+    for row in rows.values():
+        row["speedup"] = rows["cold"]["ttft_ms"] / max(row["ttft_ms"], 1e-9)
+    return rows
 
 
 def _summary(answers: Sequence[Event]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """What the demo's users talk about: a long shared document, their questions, and a chat. The same on every run.
 
-`document` (the handbook with its log) - `Prompts` (token ids: shared prefix, questions, chat turns, for any model).
+`Settings` (what both lives of the engine agree on) - `document` (the handbook with its log) - `Prompts` (token ids: shared prefix, questions, chat turns, for any model).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,19 @@ def _entry(day: int) -> str:
         f"barometer {pressure}; sky: {_SKY[(day * 5 + day // 11) % 6]}; sea: {_SEA[(day * 2 + day // 9) % 5]}. "
         f"{_WORK[(day * 4 + day // 4) % 9]}. Seen: {_SEEN[(day * 3 + day // 6) % 7]}. {_ASIDE[(day * 2 + day // 13) % 5]}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What both lives of the engine must agree on. Lengths are in tokens; paths are absolute."""
+
+    disk_dir: str
+    model: str | None = None
+    cache_dir: str | None = None
+    document_tokens: int = 6144
+    chat_tokens: int = 1024
+    answer_tokens: int = 16
+    tokens_per_block: int = 16
 
 
 class Prompts:

@@ -13,9 +13,9 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import anyio
 import torch
@@ -23,7 +23,13 @@ from anyio import to_thread
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from flexkv.config import FlexKVConfig
-from flexkv.integration.transformers.demo_text import CHAT, FIRST_QUESTION, QUESTIONS, Prompts
+from flexkv.integration.transformers.demo_text import (
+    CHAT,
+    FIRST_QUESTION,
+    QUESTIONS,
+    Prompts,
+    Settings,
+)
 from flexkv.integration.transformers.forward import run_model, use_grouped_attention
 from flexkv.integration.transformers.reuse import (
     Generation,
@@ -35,23 +41,21 @@ from flexkv.integration.transformers.weights import load_model
 from flexkv.manager import KVManager
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What both lives of the engine must agree on. Lengths are in tokens; paths are absolute."""
+_events: TextIO | None = None
 
-    disk_dir: str
-    model: str | None = None
-    cache_dir: str | None = None
-    document_tokens: int = 6144
-    chat_tokens: int = 1024
-    answer_tokens: int = 16
-    tokens_per_block: int = 16
+
+def keep_stdout_for_events() -> TextIO:
+    """Give stdout to `say` alone; what anything else prints there goes to stderr, that is, into the log."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return events
 
 
 def say(event: str, **fields: Any) -> None:
     """Write one event for the parent."""
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
-    sys.stdout.flush()
+    assert _events is not None
+    _events.write(json.dumps({"event": event, **fields}) + "\n")
+    _events.flush()
 
 
 def bytes_read() -> int:
@@ -218,6 +222,8 @@ async def second(engine: Engine) -> None:
 
 def main(life: str, settings: str) -> None:
     """Live one life of the engine."""
+    global _events
+    _events = keep_stdout_for_events()
     parsed = Settings(**json.loads(settings))
     engine = Engine(parsed)
     say(

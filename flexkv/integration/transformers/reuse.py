@@ -17,7 +17,7 @@ from anyio import to_thread
 from transformers import Cache, PreTrainedModel
 
 from flexkv.config import FlexKVConfig
-from flexkv.errors import CapacityError, InputError, TransferCancelledError, TransferError
+from flexkv.errors import CapacityError, InputError, TransferError
 from flexkv.integration.transformers.forward import run_model
 from flexkv.integration.transformers.lanes import LaneCache, Lanes, fill, kv_spec
 from flexkv.integration.transformers.weights import fingerprint
@@ -185,7 +185,7 @@ class PrefixReuse:
         def step() -> Any:
             with lane.lock:
                 if owner is None or lane.owner is not owner:
-                    raise TransferCancelledError("the request has given its cache back already")
+                    raise InputError("this cache was given back already; restore again")
                 return work()
 
         return await to_thread.run_sync(step, limiter=self._forwards)
