@@ -202,8 +202,12 @@ class Discarder:
 
     async def _discard(self, discard: Discard) -> None:
         store = self._stores[discard.tier.name]
-        statuses = await store.discard(BlockIO(discard.slots, discard.slots, discard.keys))
-        failed = statuses != IOStatus.LANDED
+        batch = BlockIO(discard.slots, discard.slots, discard.keys)
+        try:
+            failed = await store.discard(batch) != IOStatus.LANDED
+        except Exception as error:
+            log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
+            failed = np.ones(len(batch), np.bool_)
         if failed.any():
             # the record may survive on the medium; its checksum still guards every later read
             log.warning(

@@ -102,7 +102,12 @@ class Host:
         """
         self._thread = threading.get_ident()
         try:
-            self._stack = stack = await build(self._config, self._telemetry, self._commit)
+            try:
+                stack = await build(self._config, self._telemetry, self._commit)
+            except Exception as error:
+                self._failure = error  # nothing was open: the one who enters is told, nobody else
+                return
+            self._stack = stack
             stack.observe(self._telemetry)
             for kind in self._admission:
                 reading = partial(self._running, kind)
@@ -199,6 +204,7 @@ class Host:
         """Run a request in the group; settle it at its end or at its deadline, whichever comes
         first.
         """
+        self._pass_on(self.stack())
         if not request.run.ops:
             request.conclude()
             self._finish(request)
@@ -260,12 +266,14 @@ class Host:
         """Book what the engine achieved, and pass on the work that follows from it."""
         stack = self._stack
         assert stack is not None
-        ledger = stack.ledger
-        ledger.commit(graph, op, positions, statuses, stack.completions.now())
-        if ledger.spills:
-            for blocks, keys in ledger.spills:
-                stack.spiller.offer(blocks, keys)
-            ledger.spills.clear()
+        stack.ledger.commit(graph, op, positions, statuses, stack.completions.now())
+        self._pass_on(stack)
+
+    def _pass_on(self, stack: Stack) -> None:
+        """Hand the work that the ledger has collected to those who do it."""
+        for blocks, keys in stack.ledger.spills:
+            stack.spiller.offer(blocks, keys)
+        stack.ledger.spills.clear()
         stack.discarder.wake()
 
     def respill(self, blocks: BlockIds) -> None:

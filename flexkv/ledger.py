@@ -105,6 +105,15 @@ class Ledger:
         if len(lost):
             self.vacate(tier, self.index.drop(tier.number, lost), graph.keys[positions[~ok]])
 
+    def offer_unspilled(self, blocks: BlockIds, keys: KeyArray) -> None:
+        """With spill="through", offer host blocks that no store holds: their spill was dropped."""
+        if self.spill == "through" and len(blocks):
+            lacking = self.index.states(self.host.number, blocks) == TierState.READY
+            for store in self.stores:
+                lacking &= self.index.states(store.number, blocks) == TierState.ABSENT
+            if lacking.any():
+                self.spills.append((blocks[lacking], keys[lacking]))
+
     def _judge(self, store: Tier, blocks: BlockIds, statuses: Statuses) -> None:
         """Forget stored blocks that are damaged, or that failed to be read too often in a row."""
         self._strikes[blocks[statuses == IOStatus.LANDED]] = 0

@@ -225,6 +225,7 @@ class Planner:
         """Turn a put plan into its graph. `device_blocks` covers all blocks of the prompt."""
         arrived = np.ones(len(plan.blocks), np.bool_)
         arrived[plan.positions] = False
+        self.ledger.offer_unspilled(plan.blocks[arrived], plan.keys[arrived])
         ops: tuple[Copy, ...] = ()
         if len(plan.positions):
             landing = self.ledger.open_landing(plan.blocks[plan.positions])

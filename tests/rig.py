@@ -73,6 +73,10 @@ class Device:
         for cache in self.caches.values():
             cache[:] = value
 
+    def is_wiped(self, value: int = 0xDEAD) -> bool:
+        """Whether everything still holds the sentinel."""
+        return all(bool((cache == value).all()) for cache in self.caches.values())
+
 
 def slots_of(blocks: Sequence[int]) -> list[int]:
     """Token slots of device blocks."""
@@ -139,6 +143,8 @@ class Rig:
         result: GetResult,
         targets: Sequence[int],
         namespace: Any = None,
+        *,
+        sentinel: int = 0xDEAD,
     ) -> None:
         """Check every loaded block against its pattern, and that unrelated device blocks are
         untouched.
@@ -148,9 +154,9 @@ class Rig:
             assert np.array_equal(self.device.read(block), pattern(tokens, i, namespace)), (
                 f"block {i} is wrong"
             )
-        sentinel = np.full(SPEC.block_bytes // 2, 0xDEAD, np.uint16).view(np.uint8)
+        wiped = np.full(SPEC.block_bytes // 2, sentinel, np.uint16).view(np.uint8)
         for block in set(range(self.device.blocks)) - set(targets):
-            assert np.array_equal(self.device.read(block), sentinel), (
+            assert np.array_equal(self.device.read(block), wiped), (
                 f"device block {block} was touched"
             )
 
@@ -198,6 +204,7 @@ async def open_rig(
     disk: int = 32,
     dirs: int = 1,
     device: int = 64,
+    device_backend: str = "cpu",
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Open a manager on `path` (no disk tier without one), and check its books when the test is
@@ -206,6 +213,7 @@ async def open_rig(
     config: dict[str, Any] = {
         "model": "test-model",
         "spec": SPEC,
+        "device": device_backend,
         "host_cache_bytes": host * STRIDE,
         "huge_pages": False,
         "staging_bytes": 4 * STRIDE,
