@@ -157,7 +157,7 @@ class PrefixIndex:
                 lib.fx_index_select(self._index, tier, u32(blocks), len(blocks), u32(here))
             )
             if count:
-                policy.touched(here[:count].copy(), now)
+                policy.touched(blocks if count == len(blocks) else here[:count].copy(), now)
 
     def pin(self, blocks: BlockIds) -> None:
         """Count one more reason not to evict each block."""

@@ -33,6 +33,7 @@ from flexkv.model import (
 )
 
 _NO_SLOTS: SlotIds = np.empty(0, np.uint32)
+_ANCESTORS = 32  # generations looked at in one go
 
 
 @dataclass(slots=True)
@@ -290,6 +291,9 @@ class Planner:
             return blocks[:0], None
         self.ledger.vacate(store, taken[1])
         blocks = blocks[: len(taken[0])]
+        above = self._unsaved_ancestors(blocks)
+        if len(above):
+            self.ledger.spills.append((above, self.index.keys(above)))
         source = Span(HOST, self.index.slots(self.host.number, blocks))
         self.index.land(store.number, blocks, taken[0])
         landing = self.ledger.open_landing(blocks[:0])
@@ -301,13 +305,16 @@ class Planner:
     def plan_spill(self, blocks: BlockIds, keys: KeyArray) -> tuple[TransferGraph | None, int]:
         """Plan to write host blocks to the stores that lack them; pins them.
 
-        Blocks that left the host since they were offered, or that find no slot, are dropped:
-        returns the graph (None when nothing is left to do) and the number of dropped blocks.
+        Ancestors that a store lacks go along: a child without them could not be found again, and
+        they could never leave the host. Blocks that left the host since they were offered, or that
+        find no slot, are dropped: returns the graph (None when nothing is left to do) and the
+        number of dropped blocks.
         """
         still = (self.index.keys(blocks) == keys).all(axis=1)
         still &= self.index.states(self.host.number, blocks) == TierState.READY
         dropped = int(np.count_nonzero(~still))
         blocks, ops, goal = blocks[still], [], HOST
+        blocks = np.concatenate((self._unsaved_ancestors(blocks), blocks))
         for store in self.stores:
             lacking = np.flatnonzero(self.index.states(store.number, blocks) == TierState.ABSENT)
             self.index.pin(blocks)
@@ -327,6 +334,26 @@ class Planner:
             return None, dropped
         self.index.pin(blocks)
         return self._spill_graph(tuple(ops), blocks, goal), dropped
+
+    def unsaved(self, blocks: BlockIds) -> BlockIds:
+        """Those of `blocks` that are readable in the host and that a store lacks, in their order."""
+        lacking = np.zeros(len(blocks), np.bool_)
+        for store in self.stores:
+            lacking |= self.index.states(store.number, blocks) == TierState.ABSENT
+        lacking &= self.index.states(self.host.number, blocks) == TierState.READY
+        return blocks[lacking]
+
+    def _unsaved_ancestors(self, blocks: BlockIds) -> BlockIds:
+        """The nearest ancestors of `blocks`, outside of them, that are unsaved; first ones first."""
+        found, here = [blocks[:0]], blocks
+        for _ in range(_ANCESTORS):
+            here = np.setdiff1d(self.index.parents(here), blocks)
+            here = self.unsaved(here[here != NO_BLOCK])
+            if len(here) == 0:
+                break
+            found.append(here)
+        above = np.unique(np.concatenate(found))
+        return above[np.argsort(self.index.depths(above), kind="stable")]
 
     def _spill_graph(self, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -> TransferGraph:
         parents = self.index.parents(blocks)

@@ -1,4 +1,4 @@
-"""KV tensors of every layout, and what a block of them is, in plain numpy: `build`, `by_letters`, `block_of`."""
+"""KV tensors of every layout and their blocks, in numpy: `build`, `by_letters`, `block_of`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ def sizes(axes: str, spec: KVSpec, group: LayerGroup, blocks: int) -> dict[str, 
 
 
 def build(
-    axes: str, spec: KVSpec, group: LayerGroup, blocks: int, rng: random.Random, *, plain: bool = False
+    axes: str,
+    spec: KVSpec,
+    group: LayerGroup,
+    blocks: int,
+    rng: random.Random,
+    *,
+    plain: bool = False,
 ) -> NDArray[Any]:
     """A tensor of random bytes whose dimensions are `axes`, in any memory order, with gaps.
 
@@ -64,8 +70,10 @@ def by_letters(tensor: NDArray[Any], axes: str, tokens: int, parts: int) -> NDAr
 
 
 def block_of(views: list[NDArray[Any]], block: int, order: str) -> NDArray[np.uint8]:
-    """The host bytes of a block: layers in turn, each with its axes in `order`. `views`: by_letters,
-    one per layer, of size 1 in L."""
+    """The host bytes of a block: layers in turn, each with its axes in `order`.
+
+    `views`: what `by_letters` gives, one per layer, of size 1 in L.
+    """
     taken = [
         np.ascontiguousarray(view[0, block].transpose(["PNHD".index(letter) for letter in order]))
         for view in views

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import random
 import select
 from collections.abc import Iterator
@@ -10,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from held_crew import held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
-
 
 # XXH3-64 of fixed bytes under fixed keys: what is on disk must verify for ever.
 GOLDEN = [0x66F5345E8FFF678D, 0x63F341FE573E1571, 0x27E0763F00D1EEEC]
@@ -35,9 +37,12 @@ class Crew:
         return lib.fx_ticket_take(self.hub, 1)
 
     def wait(self, count: int = 1) -> list[tuple[int, int, int]]:
-        done, found = ffi.new("fx_done[]", 16), []
+        done = ffi.new("fx_done[]", 16)
+        found: list[tuple[int, int, int]] = []
         while len(found) < count:
             assert self.poll.poll(10_000), "no completion within 10 s"
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(lib.fx_hub_fd(self.hub))
             while taken := lib.fx_hub_drain(self.hub, done, 16):
                 found += [(done[i].ticket, done[i].failed, done[i].error) for i in range(taken)]
         return found
@@ -80,8 +85,10 @@ class Case:
         self.rows: list[tuple[int, int, NDArray[np.uint8]]] = []  # offset, segment, device as grid
         offset = rng.choice([0, 3, 64])
         self.memory = []
-        for plane in self.planes:
-            size = segment or rng.choice([1, 7, 63, 64, 130, 255, 256, 300, 4096, 5000, 9000, 40000])
+        for plane in list(self.planes):
+            size = segment or rng.choice(
+                [1, 7, 63, 64, 130, 255, 256, 300, 4096, 5000, 9000, 40000]
+            )
             counts = [rng.randint(1, 3) for _ in range(3)]
             shape = [self.blocks, *counts, size]
             order = rng.sample(range(4), 4)
@@ -101,7 +108,7 @@ class Case:
         self.stride = offset + rng.choice([0, 40])
         self.host = np.frombuffer(rng.randbytes(self.slots * self.stride), np.uint8).copy()
 
-    def arguments(self, to_device: bool) -> tuple[Any, ...]:
+    def arguments(self, to_device: bool) -> Any:
         slots, blocks = u32(self.slot_ids), u32(self.device_ids)
         host = (address(self.host), self.stride)
         return (self.planes, self.count, *host, slots, blocks, self.n, int(to_device))
@@ -157,8 +164,9 @@ def test_the_crew_copies_what_one_thread_copies(crew: Crew, to_device: bool) -> 
     tickets = []
     for case in cases:
         tickets.append(crew.ticket())
-        arguments = case.arguments(to_device)
-        assert lib.fx_crew_copy(crew.crew, *arguments, tickets[-1]) == 0
+        arguments: Any = case.arguments(to_device)
+        queued: Any = (crew.crew, *arguments, tickets[-1])
+        assert lib.fx_crew_copy(*queued) == 0
         ffi.memmove(arguments[4], bytes(4 * case.n), 4 * case.n)  # arrays are copied: ours may go
         ffi.memmove(arguments[5], bytes(4 * case.n), 4 * case.n)
     done = crew.wait(len(cases))
@@ -169,7 +177,8 @@ def test_the_crew_copies_what_one_thread_copies(crew: Crew, to_device: bool) -> 
 
 def test_nothing_to_do_completes_at_once(crew: Crew) -> None:
     ticket = crew.ticket()
-    assert lib.fx_crew_copy(crew.crew, ffi.NULL, 0, 0, 0, ffi.NULL, ffi.NULL, 0, 1, ticket) == 0
+    error = lib.fx_crew_copy(crew.crew, ffi.NULL, 0, 0, 0, ffi.NULL, ffi.NULL, 0, 1, ticket)
+    assert error == 0
     assert crew.wait() == [(ticket, 0, 0)]
 
 
@@ -190,21 +199,34 @@ def test_moves_between_plain_addresses(crew: Crew, size: int) -> None:
 
 
 def test_a_full_queue_refuses_and_leaves_the_ticket_alone() -> None:
-    crew = Crew(1, depth=1)
-    data = np.zeros(64 << 20, np.uint8)
-    tickets, refused = [], 0
-    for _ in range(8):
+    crew = Crew(1, depth=2)
+    data = np.zeros(1 << 20, np.uint8)
+    base = address(data)
+    expected = []
+    with held(crew.crew):
+        for _ in range(5):
+            ticket = crew.ticket()
+            error = lib.fx_crew_move(crew.crew, u64([base]), u64([base + 4096]), 4096, 1, ticket)
+            assert error in (0, -errno.EAGAIN)
+            if error:
+                lib.fx_fail(ffi.cast("void *", ticket), errno.EAGAIN)
+            expected.append((ticket, int(error != 0), errno.EAGAIN if error else 0))
+        assert 3 <= sum(failed for _, failed, _ in expected) < 5
+    assert sorted(crew.wait(5)) == sorted(expected)
+    crew.close()
+
+
+def test_a_queue_that_fills_up_midway_costs_threads_only() -> None:
+    crew = Crew(3, depth=4)
+    source = np.frombuffer(random.Random(5).randbytes(6 << 20), np.uint8)
+    target = np.zeros(6 << 20, np.uint8)
+    places = range(0, 6 << 20, 1 << 20)
+    with held(crew.crew):
         ticket = crew.ticket()
-        error = lib.fx_crew_move(
-            crew.crew, u64([address(data)]), u64([address(data) + (32 << 20)]), 32 << 20, 1, ticket
-        )
-        if error:
-            assert error == -errno.EAGAIN
-            lib.fx_fail(ffi.cast("void *", ticket), errno.EAGAIN)
-            refused += 1
-        tickets.append((ticket, int(error != 0), errno.EAGAIN if error else 0))
-    assert refused
-    assert sorted(crew.wait(8)) == sorted(tickets)
+        sources, targets = (u64([address(a) + at for at in places]) for a in (source, target))
+        assert lib.fx_crew_move(crew.crew, sources, targets, 1 << 20, 6, ticket) == 0
+    assert crew.wait() == [(ticket, 0, 0)]
+    assert np.array_equal(source, target)
     crew.close()
 
 
@@ -212,7 +234,13 @@ def checksums(host: NDArray[np.uint8], stride: int, slots: Any, size: int, keys:
     sums = np.zeros(len(slots), np.uint64)
     out = ffi.from_buffer("uint64_t[]", sums.data, require_writable=True)
     lib.fx_checksum_blocks(
-        address(host), stride, u32(slots), size, u64(np.array(keys, np.uint64).reshape(-1)), len(slots), out
+        address(host),
+        stride,
+        u32(slots),
+        size,
+        u64(np.array(keys, np.uint64).reshape(-1)),
+        len(slots),
+        out,
     )
     return [int(value) for value in sums]
 

@@ -470,7 +470,7 @@ async def test_kill_at_any_moment(tmp_path: Path, engine: str) -> None:
 def replay(
     held: dict[int, int], lines: list[list[object]]
 ) -> tuple[dict[int, int], dict[int, set[int | None]]]:
-    """What the child's words say of each slot: certain ones, and the possible contents of others."""
+    """What the child's words say of each slot: what is certain, and what else may be there."""
     held, unsure = dict(held), {}
     for word, *rest in lines:
         if word == "begun":

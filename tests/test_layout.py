@@ -1,4 +1,4 @@
-"""Layouts: strides become planes with the longest segments, wrong or unclear ones are refused with words."""
+"""Layouts: strides become planes of the longest segments; wrong and unclear ones are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def caches(axes: str, spec: KVSpec = SPEC, blocks: int = 10, **options: Any) -> 
 
 
 def read(region: Region, memory: list[np.ndarray[Any, Any]], block: int, size: int) -> bytes:
-    """Collect a block's bytes the slow way, plane by plane, straight from the definition in copy.h."""
+    """Collect a block's bytes the slow way, straight from the definition in copy.h."""
     out = bytearray(size)
     spans = []
     for array in memory:
@@ -193,12 +193,12 @@ def test_layers_must_agree_with_the_spec_and_with_each_other() -> None:
         make_region(caches("BPNHD")[:2], SPEC)
     uneven = caches("BPNHD")
     uneven[1] = zeros(11, 2, 16, 4, 32)
-    with pytest.raises(LayoutError, match="same number of blocks, but .* has 10, .* has 11"):
+    with pytest.raises(LayoutError, match=r"same number of blocks, but .* has 10, .* has 11"):
         make_region(uneven, SPEC)
     mixed = [caches("BPNHD")[0], caches("PBNHD")[1], caches("BPNHD")[2]]
-    with pytest.raises(LayoutError, match="axis B|axis P|same number of blocks"):
+    with pytest.raises(LayoutError, match=r"axis B|axis P|same number of blocks"):
         make_region(mixed, SPEC, "BPNHD")
-    with pytest.raises(LayoutError, match="give .*layer name"):
+    with pytest.raises(LayoutError, match=r"give .*layer name"):
         make_region(7, SPEC)
 
 
@@ -238,7 +238,8 @@ def test_parts_may_be_tensors_of_their_own(order: str) -> None:
     spec = KVSpec.uniform(2, 4, 32, axes=order)
     rng = random.Random(6)
     pairs = [
-        tuple(kv_layouts.build("1HTD", spec, spec.groups[0], 6, rng) for _ in "KV") for _ in range(2)
+        tuple(kv_layouts.build("1HTD", spec, spec.groups[0], 6, rng) for _ in "KV")
+        for _ in range(2)
     ]
     region = make_region(pairs, spec, "1HTD")
     views = [

@@ -1,4 +1,4 @@
-"""The arena: aligned, shared by descriptor, never unmapped under a view, refused when it does not fit."""
+"""The arena: aligned, shared by descriptor, never unmapped under a view, refused if too large."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_slots_are_aligned_pages_of_zeros(huge_pages: bool) -> None:
     for slot in range(3):
         assert arena.address(slot) == arena.base + slot * 8192
         view = arena.view(slot)
-        assert (view.shape, view.dtype) == ((8192,), np.uint8)
+        assert view.shape == (8192,)
+        assert view.dtype == np.uint8
         assert view.__array_interface__["data"][0] == arena.address(slot)
         assert not view.any()
     assert arena.address(np.uint32(2)) == arena.base + 2 * 8192  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ def test_slots_that_do_not_exist_are_refused(slot: int) -> None:
 
 @pytest.mark.parametrize(("slots", "stride"), [(0, 4096), (-1, 4096), (1, 0), (1, 100), (1, 6000)])
 def test_nonsense_sizes_are_refused(slots: int, stride: int) -> None:
-    with pytest.raises(ConfigError, match="at least 1 slot|multiple of 4096"):
+    with pytest.raises(ConfigError, match=r"at least 1 slot|multiple of 4096"):
         Arena(slots, stride)
 
 

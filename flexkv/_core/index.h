@@ -35,7 +35,7 @@ uint64_t fx_index_pinned(const fx_index *index);
 uint32_t fx_index_match(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks);
 uint32_t fx_index_find(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks);
 
-/* Chain n new entries below `parent`. */
+/* Chain n new entries below `parent`; FX_INDEX_KNOWN when the first key is there already. */
 int fx_index_insert(fx_index *index, const uint64_t *keys, uint32_t n, uint32_t parent, uint32_t *blocks);
 
 /* Residency. On FX_INDEX_STATE (a block given twice) the blocks before it have changed. */
