@@ -22,6 +22,9 @@ from flexkv.protocols import BlockIO, StorageBackend
 from flexkv.telemetry import Telemetry, log
 
 
+_ATTEMPTS = 3  # writes of a block that fail in a row before it is given up
+
+
 class Signal:
     """An event that can be raised many times; waiters see the next raise."""
 
@@ -60,6 +63,7 @@ class Spiller:
         self._pending = np.zeros(
             planner.ledger.max_blocks, np.int32
         )  # offers of a block not yet dealt with
+        self._failures = np.zeros(planner.ledger.max_blocks, np.uint8)  # of a block, in a row
         self._active = 0
         self._stopped = False
         self._work = Signal()
@@ -126,9 +130,18 @@ class Spiller:
         run = self._engine.start(graph)
         await self._engine.run(run)
         self._planner.release(graph.blocks)
-        lost = int(np.count_nonzero(~run.alive))
-        if lost:
-            log.warning("spill.failed", blocks=lost, goal=graph.goal)
+        self._failures[graph.blocks[run.alive]] = 0
+        if not run.alive.all():
+            log.warning("spill.failed", blocks=int(np.count_nonzero(~run.alive)), goal=graph.goal)
+            self._try_again(graph.blocks[~run.alive], graph.keys[~run.alive])
+
+    def _try_again(self, blocks: BlockIds, keys: KeyArray) -> None:
+        """Offer blocks whose write failed once more, a few times in a row at most."""
+        self._failures[blocks] += 1
+        again = self._failures[blocks] < _ATTEMPTS
+        self._failures[blocks[~again]] = 0
+        if again.any():
+            self.offer(blocks[again], keys[again])
 
     async def reached(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Wait until the lowest tier holds the blocks; with spill="on_evict" bring them there.

@@ -70,7 +70,7 @@ OUTSIDE = {
     "typer": "cli",
     "rich": "cli",
     "pickle": "",
-    "time": "completion bench cli testing",
+    "time": "completion bench cli integration testing",
     "random": "testing bench cli",
 }
 
