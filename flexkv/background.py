@@ -85,6 +85,17 @@ class Spiller:
             self._telemetry.add("dropped_blocks", len(dropped), work="spill")
         self._work.raise_()
 
+    def offer_again(self, blocks: BlockIds) -> None:
+        """Offer blocks that are put once more and that a store lacks: their spill failed or was
+        dropped.
+        """
+        ledger = self._planner.ledger
+        if ledger.spill == "through":
+            blocks = ledger.unsaved(blocks)
+            blocks = blocks[~self.pending(blocks)]
+            if len(blocks):
+                self.offer(blocks, ledger.index.keys(blocks))
+
     def pending(self, blocks: BlockIds) -> BoolArray:
         """Which blocks are queued or being written."""
         return self._pending[blocks] > 0

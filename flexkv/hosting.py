@@ -22,7 +22,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.engine import Run
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, FlexKVError
 from flexkv.lanes import Lane
-from flexkv.model import BlockIds, Copy, Statuses, TransferGraph
+from flexkv.model import Copy, Statuses, TransferGraph
 from flexkv.request import Request
 from flexkv.stack import Stack, build
 from flexkv.telemetry import Telemetry, log
@@ -275,17 +275,6 @@ class Host:
             stack.spiller.offer(blocks, keys)
         stack.ledger.spills.clear()
         stack.discarder.wake()
-
-    def respill(self, blocks: BlockIds) -> None:
-        """Offer blocks that are put again to the stores that lack them: their spill was dropped or
-        failed.
-        """
-        stack = self.stack()
-        if stack.ledger.spill == "through":
-            blocks = stack.planner.unsaved(blocks)
-            blocks = blocks[~stack.spiller.pending(blocks)]
-            if len(blocks):
-                stack.spiller.offer(blocks, stack.index.keys(blocks))
 
     def save(self, graph: TransferGraph) -> None:
         """Start to save victims whose host slots are about to be written again."""

@@ -1,6 +1,7 @@
 """The books of the brain: which blocks are where, what is landing, and what an op achieved.
 
-`Ledger.commit` publishes what landed and takes back what did not; `remove`, `restore`,
+`Ledger.commit` publishes what landed and takes back what did not; `unsaved` says what the stores
+lack; `remove`, `restore`,
 `forget_everything` change the whole cache. Slots that a store must forget before anyone may use
 them again collect in `discards`, blocks fit for a lower tier in `spills`: the body picks both up.
 Synchronous and deterministic: `now` is an argument.
@@ -18,6 +19,7 @@ from flexkv.index import PrefixIndex
 from flexkv.model import (
     DEVICE,
     HOST,
+    NO_BLOCK,
     BlockIds,
     Copy,
     IOStatus,
@@ -30,6 +32,8 @@ from flexkv.model import (
 from flexkv.pool import SlotPool
 from flexkv.protocols import Recovered
 from flexkv.tier import Tier
+
+_ANCESTORS = 32  # generations looked at in one go
 
 SpillMode = Literal["through", "on_evict", "never"]
 
@@ -136,6 +140,26 @@ class Ledger:
         elif len(slots):
             held = np.zeros((len(slots), 2), np.uint64) if keys is None else keys
             self.discards.append(Discard(tier, slots, held))
+
+    def unsaved(self, blocks: BlockIds) -> BlockIds:
+        """Those of `blocks` that the host can read and a store lacks, in their order."""
+        lacking = np.zeros(len(blocks), np.bool_)
+        for store in self.stores:
+            lacking |= self.index.states(store.number, blocks) == TierState.ABSENT
+        lacking &= self.index.states(self.host.number, blocks) == TierState.READY
+        return blocks[lacking]
+
+    def unsaved_ancestors(self, blocks: BlockIds) -> BlockIds:
+        """The nearest unsaved ancestors of `blocks`, outside of them; first ones first."""
+        found, here = [blocks[:0]], blocks
+        for _ in range(_ANCESTORS):
+            here = np.setdiff1d(self.index.parents(here), blocks)
+            here = self.unsaved(here[here != NO_BLOCK])
+            if len(here) == 0:
+                break
+            found.append(here)
+        above = np.unique(np.concatenate(found))
+        return above[np.argsort(self.index.depths(above), kind="stable")]
 
     def remove(self, keys: KeyArray) -> int:
         """Drop the tail of a prompt, as far as no other prompt, pin or transfer uses it; returns

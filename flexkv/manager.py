@@ -217,7 +217,7 @@ class KVManager:
         self._host.admit(plan.kind)
         stack.plans.close(plan)
         if plan.put is not None:
-            self._host.respill(plan.blocks)
+            stack.spiller.offer_again(plan.blocks)
             return self._start(plan, stack.planner.launch_put(plan.put, device_blocks))
         get = stack.planner.plan_get(plan.blocks, plan.keys, device_blocks, now)
         return self._start(plan, get.graph, get.saves, get.by_tier, device_blocks)

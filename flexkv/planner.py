@@ -33,7 +33,6 @@ from flexkv.model import (
 )
 
 _NO_SLOTS: SlotIds = np.empty(0, np.uint32)
-_ANCESTORS = 32  # generations looked at in one go
 
 
 @dataclass(slots=True)
@@ -291,7 +290,7 @@ class Planner:
             return blocks[:0], None
         self.ledger.vacate(store, taken[1])
         blocks = blocks[: len(taken[0])]
-        above = self._unsaved_ancestors(blocks)
+        above = self.ledger.unsaved_ancestors(blocks)
         if len(above):
             self.ledger.spills.append((above, self.index.keys(above)))
         source = Span(HOST, self.index.slots(self.host.number, blocks))
@@ -314,7 +313,7 @@ class Planner:
         still &= self.index.states(self.host.number, blocks) == TierState.READY
         dropped = int(np.count_nonzero(~still))
         blocks, ops, goal = blocks[still], [], HOST
-        blocks = np.concatenate((self._unsaved_ancestors(blocks), blocks))
+        blocks = np.concatenate((self.ledger.unsaved_ancestors(blocks), blocks))
         for store in self.stores:
             lacking = np.flatnonzero(self.index.states(store.number, blocks) == TierState.ABSENT)
             self.index.pin(blocks)
@@ -334,26 +333,6 @@ class Planner:
             return None, dropped
         self.index.pin(blocks)
         return self._spill_graph(tuple(ops), blocks, goal), dropped
-
-    def unsaved(self, blocks: BlockIds) -> BlockIds:
-        """Those of `blocks` that are readable in the host and that a store lacks, in their order."""
-        lacking = np.zeros(len(blocks), np.bool_)
-        for store in self.stores:
-            lacking |= self.index.states(store.number, blocks) == TierState.ABSENT
-        lacking &= self.index.states(self.host.number, blocks) == TierState.READY
-        return blocks[lacking]
-
-    def _unsaved_ancestors(self, blocks: BlockIds) -> BlockIds:
-        """The nearest ancestors of `blocks`, outside of them, that are unsaved; first ones first."""
-        found, here = [blocks[:0]], blocks
-        for _ in range(_ANCESTORS):
-            here = np.setdiff1d(self.index.parents(here), blocks)
-            here = self.unsaved(here[here != NO_BLOCK])
-            if len(here) == 0:
-                break
-            found.append(here)
-        above = np.unique(np.concatenate(found))
-        return above[np.argsort(self.index.depths(above), kind="stable")]
 
     def _spill_graph(self, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -> TransferGraph:
         parents = self.index.parents(blocks)
