@@ -74,6 +74,11 @@ class Spiller:
         """Blocks that wait for their turn."""
         return self._queued_blocks
 
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are queued or being written."""
+        return bool(self._queue) or self._active > 0
+
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
         self._queue.append((blocks, keys))
@@ -84,17 +89,6 @@ class Spiller:
             self._settle(dropped)
             self._telemetry.add("dropped_blocks", len(dropped), work="spill")
         self._work.raise_()
-
-    def offer_again(self, blocks: BlockIds) -> None:
-        """Offer blocks that are put once more and that a store lacks: their spill failed or was
-        dropped.
-        """
-        ledger = self._planner.ledger
-        if ledger.spill == "through":
-            blocks = ledger.unsaved(blocks)
-            blocks = blocks[~self.pending(blocks)]
-            if len(blocks):
-                self.offer(blocks, ledger.index.keys(blocks))
 
     def pending(self, blocks: BlockIds) -> BoolArray:
         """Which blocks are queued or being written."""
@@ -166,7 +160,10 @@ class Spiller:
             there &= index.states(lowest.number, blocks) == TierState.READY
             if there.all():
                 return
-            if self._stopped or not self.pending(blocks[~there]).any():
+            on_the_way = self.pending(blocks) | (
+                index.states(lowest.number, blocks) == TierState.LANDING
+            )
+            if self._stopped or not on_the_way[~there].any():
                 raise TransferError(
                     f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
                     f"{lowest.name}: dropped under load, evicted before their turn, or an I/O "
@@ -181,7 +178,7 @@ class Spiller:
 
     async def drained(self) -> None:
         """Wait until nothing is queued or being written."""
-        while self._queue or self._active:
+        while self.busy and not self._stopped:
             await self.progress.wait()
 
 
@@ -192,6 +189,12 @@ class Discarder:
         self._ledger, self._stores = ledger, stores
         self._work, self._idle = Signal(), Signal()
         self._active = 0
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Say that nothing will be forgotten any more."""
+        self._stopped = True
+        self._idle.raise_()
 
     def wake(self) -> None:
         """Say that the ledger has discards."""
@@ -228,6 +231,6 @@ class Discarder:
 
     async def drained(self) -> None:
         """Wait until there is nothing to forget."""
-        while self._ledger.discards or self._active:
+        while (self._ledger.discards or self._active) and not self._stopped:
             self._work.raise_()
             await self._idle.wait()

@@ -1,7 +1,6 @@
 """The books of the brain: which blocks are where, what is landing, and what an op achieved.
 
-`Ledger.commit` publishes what landed and takes back what did not; `unsaved` says what the stores
-lack; `remove`, `restore`,
+`Ledger.commit` publishes what landed and takes back what did not; `remove`, `restore`,
 `forget_everything` change the whole cache. Slots that a store must forget before anyone may use
 them again collect in `discards`, blocks fit for a lower tier in `spills`: the body picks both up.
 Synchronous and deterministic: `now` is an argument.
@@ -19,7 +18,6 @@ from flexkv.index import PrefixIndex
 from flexkv.model import (
     DEVICE,
     HOST,
-    NO_BLOCK,
     BlockIds,
     Copy,
     IOStatus,
@@ -32,8 +30,6 @@ from flexkv.model import (
 from flexkv.pool import SlotPool
 from flexkv.protocols import Recovered
 from flexkv.tier import Tier
-
-_ANCESTORS = 32  # generations looked at in one go
 
 SpillMode = Literal["through", "on_evict", "never"]
 
@@ -71,6 +67,9 @@ class Ledger:
         self._landing_of = np.zeros(max_blocks, np.int64)
         self._strikes = np.zeros(max_blocks, np.uint8)  # consecutive failed reads of a block
         self._last_landing = 0
+        # host slots whose old content is being saved, and those of them that nobody holds any more
+        self._saving = np.zeros(self.host.capacity, np.bool_)
+        self._free_when_saved = np.zeros(self.host.capacity, np.bool_)
 
     def open_landing(self, blocks: BlockIds) -> int:
         """Number a landing of `blocks` in the host that other graphs may join until it is
@@ -99,6 +98,8 @@ class Ledger:
         if op.target.place == DEVICE:
             return
         tier = self.tiers[op.target.place]
+        if op.source.place == HOST and op.landing:
+            self._saved(op.source.ids[np.isin(op.positions, positions)])
         ok = statuses == IOStatus.LANDED
         landed, lost = blocks[ok], blocks[~ok]
         self.index.ready(tier.number, landed, now)
@@ -133,33 +134,27 @@ class Ledger:
             keys = self.index.keys(gone)
             self.vacate(store, self.index.drop(store.number, gone), keys)
 
+    def hold(self, slots: SlotIds) -> None:
+        """Note host slots whose old content a save is about to read."""
+        self._saving[slots] = True
+
+    def _saved(self, slots: SlotIds) -> None:
+        self._saving[slots] = False
+        freed = slots[self._free_when_saved[slots]]
+        self._free_when_saved[freed] = False
+        self.host.give(freed)
+
     def vacate(self, tier: Tier, slots: SlotIds, keys: KeyArray | None = None) -> None:
-        """Free slots: at once in the host, after they are forgotten in a store."""
+        """Free slots: at once in the host (unless they are still being saved), after they are
+        forgotten in a store.
+        """
         if tier is self.host:
-            tier.give(slots)
+            busy = self._saving[slots]
+            self._free_when_saved[slots[busy]] = True
+            tier.give(slots[~busy])
         elif len(slots):
             held = np.zeros((len(slots), 2), np.uint64) if keys is None else keys
             self.discards.append(Discard(tier, slots, held))
-
-    def unsaved(self, blocks: BlockIds) -> BlockIds:
-        """Those of `blocks` that the host can read and a store lacks, in their order."""
-        lacking = np.zeros(len(blocks), np.bool_)
-        for store in self.stores:
-            lacking |= self.index.states(store.number, blocks) == TierState.ABSENT
-        lacking &= self.index.states(self.host.number, blocks) == TierState.READY
-        return blocks[lacking]
-
-    def unsaved_ancestors(self, blocks: BlockIds) -> BlockIds:
-        """The nearest unsaved ancestors of `blocks`, outside of them; first ones first."""
-        found, here = [blocks[:0]], blocks
-        for _ in range(_ANCESTORS):
-            here = np.setdiff1d(self.index.parents(here), blocks)
-            here = self.unsaved(here[here != NO_BLOCK])
-            if len(here) == 0:
-                break
-            found.append(here)
-        above = np.unique(np.concatenate(found))
-        return above[np.argsort(self.index.depths(above), kind="stable")]
 
     def remove(self, keys: KeyArray) -> int:
         """Drop the tail of a prompt, as far as no other prompt, pin or transfer uses it; returns
