@@ -293,6 +293,7 @@ class Engine:
             self._telemetry.add("failed_blocks", len(slots), source=HOST, target=DEVICE)
             return np.full(len(slots), IOStatus.SKIPPED, np.uint8)
 
+
 def _no_room(error: BaseException) -> bool:
     """Whether a backend refused for want of tickets or queue: no block is bad for it."""
     if isinstance(error, BaseExceptionGroup):
