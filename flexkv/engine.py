@@ -18,7 +18,20 @@ from numpy.typing import NDArray
 
 from flexkv.completion import Completions
 from flexkv.lanes import Lane
-from flexkv.model import DEVICE, HOST, BoolArray, Copy, IOStatus, SlotIds, Statuses, TransferGraph
+from flexkv.model import (
+    DAMAGED,
+    DEVICE,
+    FAILED,
+    HOST,
+    LANDED,
+    MISSING,
+    SKIPPED,
+    BoolArray,
+    Copy,
+    SlotIds,
+    Statuses,
+    TransferGraph,
+)
 from flexkv.pool import SlotPool
 from flexkv.protocols import (
     BlockCopy,
@@ -29,6 +42,7 @@ from flexkv.protocols import (
     StorageBackend,
 )
 from flexkv.telemetry import Telemetry, log
+from flexkv.waiting import Latch
 
 Positions: TypeAlias = NDArray[np.int64]
 Commit: TypeAlias = Callable[[TransferGraph, Copy, Positions, Statuses], None]
@@ -41,7 +55,7 @@ class _Op:
 
     def __init__(self, copy: Copy, joins: list[_Op]) -> None:
         self.copy, self.joins = copy, joins
-        self.over = anyio.Event()
+        self.over = Latch()
         self.good_slots: SlotIds | None = None
 
 
@@ -136,7 +150,7 @@ class Engine:
             for start in range(0, len(copy), self.chunk_blocks):
                 part = slice(start, start + self.chunk_blocks)
                 statuses = await self._run_slice(run, copy, part)
-                landed.append(copy.target.ids[part][statuses == IOStatus.LANDED])
+                landed.append(copy.target.ids[part][statuses == LANDED])
         finally:
             op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
             self._landings.pop(copy.landing, None)
@@ -154,7 +168,7 @@ class Engine:
         are skipped.
         """
         positions = copy.positions[part]
-        statuses = np.full(len(positions), IOStatus.SKIPPED, np.uint8)
+        statuses = np.full(len(positions), SKIPPED, np.uint8)
         lane = self.lanes[copy.source.place, copy.target.place]
         held = await lane.acquire(len(positions) * self.block_bytes, run.graph.priority)
         try:
@@ -174,7 +188,7 @@ class Engine:
         return statuses
 
     def _book(self, run: Run, copy: Copy, positions: Positions, statuses: Statuses) -> None:
-        landed = statuses == IOStatus.LANDED
+        landed = statuses == LANDED
         run.alive[positions[~landed]] = False
         if copy.target.place == run.graph.goal:
             run.arrived[positions[landed]] = True
@@ -186,10 +200,10 @@ class Engine:
         add("transfer_blocks", int(np.count_nonzero(landed)), **labels)
         add("transfer_bytes", size_bytes, **labels)
         if not landed.all():
-            damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
+            damaged = (statuses == DAMAGED) | (statuses == MISSING)
             add(
                 "failed_blocks",
-                int(np.count_nonzero(statuses == IOStatus.FAILED)),
+                int(np.count_nonzero(statuses == FAILED)),
                 **labels,
             )
             add(
@@ -225,7 +239,7 @@ class Engine:
             log.warning(
                 "op.failed", source=source, target=target, blocks=len(positions), error=repr(error)
             )
-            return np.full(len(positions), IOStatus.FAILED, np.uint8)
+            return np.full(len(positions), FAILED, np.uint8)
 
     async def _copy(
         self,
@@ -251,7 +265,7 @@ class Engine:
         if isinstance(self.device, DirectStorage):
             batch = BlockIO(np.empty(0, np.uint32), sources, keys)
             return await self.device.read_into(batch, run.region, targets)
-        statuses = np.full(len(sources), IOStatus.FAILED, np.uint8)
+        statuses = np.full(len(sources), FAILED, np.uint8)
         step = self._staging.capacity
         for start in range(0, len(sources), step):
             part = slice(start, start + step)
@@ -260,7 +274,7 @@ class Engine:
             try:
                 slots = staged + np.uint32(self._first_staging_slot)
                 read = await store.read(BlockIO(slots, sources[part], keys[part]))
-                good = read == IOStatus.LANDED
+                good = read == LANDED
                 if good.any():
                     await self._copy(
                         run, targets[part][good], slots[good], copy.layers, to_device=True

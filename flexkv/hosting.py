@@ -8,16 +8,13 @@ every pending and later handle raises BrokenManagerError from the cause.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import anyio
 import anyio.abc
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.background import Signal
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Run
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, FlexKVError
@@ -27,6 +24,7 @@ from flexkv.request import Request
 from flexkv.stack import Stack, build
 from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Transfer
+from flexkv.waiting import Deadlines, Signal
 
 
 class Host:
@@ -34,7 +32,6 @@ class Host:
 
     def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
         self._config, self._telemetry = config, telemetry
-        self._timeout_s = config.transfer_timeout_ms / 1e3
         self._thread = threading.get_ident()
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
@@ -45,6 +42,7 @@ class Host:
         self._saving = 0
         self._ended = Signal()
         self.transfers: set[Transfer] = set()
+        self._deadlines: Deadlines[Request]
         limits = (
             config.max_in_flight_gets,
             config.max_in_flight_puts,
@@ -90,10 +88,6 @@ class Host:
         error.__cause__ = self._failure
         return error
 
-    def call_later(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> Any:
-        """Call back after `delay_s` on the loop; returns a handle with cancel()."""
-        return self.stack().completions.call_later(delay_s, callback, *arguments)
-
     # the hosted task
 
     async def serve(self) -> None:
@@ -108,6 +102,9 @@ class Host:
                 self._failure = error  # nothing was open: the one who enters is told, nobody else
                 return
             self._stack = stack
+            self._deadlines = Deadlines(
+                stack.completions, self._config.transfer_timeout_ms / 1e3, self._time_out
+            )
             stack.observe(self._telemetry)
             for kind in self._admission:
                 reading = partial(self._running, kind)
@@ -166,6 +163,7 @@ class Host:
         self._ended.raise_()
         stack, self._stack = self._stack, None
         if stack is not None:
+            self._deadlines.clear()
             stack.spiller.stop()
             self._telemetry.retire()
             await stack.aclose()
@@ -211,7 +209,7 @@ class Host:
             return
         transfer = request.transfer
         self.transfers.add(transfer)
-        transfer.timer = self.call_later(self._timeout_s, self._time_out, request)
+        self._deadlines.add(request)
         assert self._group is not None
         self._group.start_soon(self._carry, request)
 
@@ -239,8 +237,7 @@ class Host:
         """Drop the pins; nothing of the request is in flight any more."""
         assert self._stack is not None
         transfer, kind = request.transfer, request.kind
-        if transfer.timer is not None:
-            transfer.timer.cancel()
+        self._deadlines.remove(request)
         self._stack.planner.release(request.run.graph.blocks)
         self.transfers.discard(transfer)
         transfer.quiesce()

@@ -15,20 +15,22 @@ from numpy.typing import NDArray
 from flexkv.errors import CapacityError
 from flexkv.ledger import Ledger
 from flexkv.model import (
+    ABSENT,
     DEVICE,
     HOST,
+    LANDING,
     NO_BLOCK,
     PRIORITY_GET,
     PRIORITY_PREFETCH,
     PRIORITY_PUT,
     PRIORITY_SPILL,
+    READY,
     BlockIds,
     BoolArray,
     Copy,
     KeyArray,
     SlotIds,
     Span,
-    TierState,
     TransferGraph,
 )
 
@@ -89,7 +91,7 @@ class Planner:
         self.index.touch(blocks, now)
         count = len(blocks)
         states = self.index.states(self.host.number, blocks)
-        in_host = states == TierState.READY
+        in_host = states == READY
         goal, priority = (
             (HOST, PRIORITY_PREFETCH) if device_blocks is None else (DEVICE, PRIORITY_GET)
         )
@@ -101,7 +103,7 @@ class Planner:
             arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
             graph = TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority)
             return GetPlan(graph, None, by_tier)
-        joinable = (states == TierState.LANDING) & (self.ledger.landings(blocks) > 0)
+        joinable = (states == LANDING) & (self.ledger.landings(blocks) > 0)
         if device_blocks is not None:
             if in_host.any():
                 ops.append(self._from_host(blocks, np.flatnonzero(in_host), device_blocks))
@@ -146,7 +148,7 @@ class Planner:
         A block that finds a host slot is promoted on the way; the others pass through staging
         memory.
         """
-        absent = far[states[far] == TierState.ABSENT]
+        absent = far[states[far] == ABSENT]
         slots, saves, waits = self._host_room(len(absent))
         promoted = absent[: len(slots)]
         self.index.land(self.host.number, blocks[promoted], slots)
@@ -155,7 +157,7 @@ class Planner:
         goes_to_host = np.zeros(len(blocks), np.bool_)
         goes_to_host[promoted] = True
         for store in self.stores:
-            here = self.index.states(store.number, blocks[far]) == TierState.READY
+            here = self.index.states(store.number, blocks[far]) == READY
             mine, far = far[here], far[~here]
             by_tier[store.name] = len(mine)
             store_slots = np.zeros(len(blocks), np.uint32)
@@ -194,7 +196,7 @@ class Planner:
         known = self.index.find(keys)
         self.index.pin(known)
         self.index.touch(known, now)
-        absent = np.flatnonzero(self.index.states(self.host.number, known) == TierState.ABSENT)
+        absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
         positions = np.concatenate((absent, np.arange(len(known), len(keys))))
         chosen = self.host.victims(
             len(positions), partial=False, exact=self.ledger.spill == "on_evict"
@@ -277,7 +279,7 @@ class Planner:
     def _only_in_host(self, blocks: BlockIds) -> BoolArray:
         elsewhere = np.zeros(len(blocks), np.bool_)
         for store in self.stores:
-            elsewhere |= self.index.states(store.number, blocks) != TierState.ABSENT
+            elsewhere |= self.index.states(store.number, blocks) != ABSENT
         return ~elsewhere
 
     def _plan_save(self, blocks: BlockIds) -> tuple[BlockIds, TransferGraph | None]:
@@ -305,11 +307,11 @@ class Planner:
         returns the graph (None when nothing is left to do) and the number of dropped blocks.
         """
         still = (self.index.keys(blocks) == keys).all(axis=1)
-        still &= self.index.states(self.host.number, blocks) == TierState.READY
+        still &= self.index.states(self.host.number, blocks) == READY
         dropped = int(np.count_nonzero(~still))
         blocks, ops, goal = blocks[still], [], HOST
         for store in self.stores:
-            lacking = np.flatnonzero(self.index.states(store.number, blocks) == TierState.ABSENT)
+            lacking = np.flatnonzero(self.index.states(store.number, blocks) == ABSENT)
             self.index.pin(blocks)
             taken = store.take(len(lacking), partial=True)
             self.index.unpin(blocks)

@@ -16,7 +16,7 @@ PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
 BRAIN = "keys index order pool tier ledger planner"
-BODY = "completion memory lanes engine background plans request stack hosting transfer"
+BODY = "completion memory lanes engine background plans request stack hosting transfer waiting"
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
     "errors": "",
@@ -38,12 +38,13 @@ MAY_IMPORT = {
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "errors",
-    "engine": f"completion lanes pool protocols telemetry {VOCABULARY}",  # no backend, no index
+    "waiting": "completion",
+    "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",  # no backend, no index
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
-    "background": f"engine ledger planner index protocols telemetry {VOCABULARY}",
-    "transfer": f"planner protocols {VOCABULARY}",
-    "plans": f"completion planner telemetry transfer {VOCABULARY}",
+    "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
+    "transfer": f"planner protocols waiting {VOCABULARY}",
+    "plans": f"completion planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     "stack": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
@@ -58,7 +59,7 @@ MAY_IMPORT = {
 # package -> rooms that may import it
 OUTSIDE = {
     "asyncio": "completion manager sync testing",
-    "anyio": "completion manager sync lanes engine background plans request stack hosting transfer "
+    "anyio": "completion manager sync lanes waiting engine background plans request stack hosting transfer "
     "backends codecs integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
