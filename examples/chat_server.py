@@ -1,7 +1,8 @@
-"""A chat server in plain asyncio whose prompts come back from flexkv. docs/quickstart.md walks through it.
+"""A chat server in plain asyncio whose prompts come back from flexkv. docs/quickstart.md walks
+through it.
 
-Talk to it with JSON lines: send {"text": "..."}, receive {"piece": "..."} while the answer is made and then
-{"done": true, "restored_tokens": ..., "ttft_ms": ...}. A connection is a conversation.
+Talk to it with JSON lines: send {"text": "..."}, receive {"piece": "..."} while the answer is made
+and then {"done": true, "restored_tokens": ..., "ttft_ms": ...}. A connection is a conversation.
 
 Usage: python examples/chat_server.py [--model DIR] [--port 8000] [--disk DIR]
 """
@@ -28,39 +29,52 @@ SYSTEM = "You are a friendly lighthouse keeper. You answer in one or two short s
 
 
 class Chat:
-    """One conversation: its tokens so far, and how to ask the next question."""
+    """One conversation, kept as tokens: text that is encoded anew may become other tokens, and then
+    nothing matches.
+    """
 
     def __init__(self, reuse: PrefixReuse, tokenizer: Any, max_new_tokens: int) -> None:
         self.reuse, self.tokenizer, self.max_new_tokens = reuse, tokenizer, max_new_tokens
         self.messages = [{"role": "system", "content": SYSTEM}]
+        self.text = ""  # what self.tokens stand for
+        self.tokens: list[int] = []
 
-    def prompt(self) -> list[int]:
-        """The conversation as token ids."""
+    def render(self) -> str:
+        """The conversation as the model wants to read it."""
         if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(
-                self.messages, tokenize=False, add_generation_prompt=True
+            return str(
+                self.tokenizer.apply_chat_template(
+                    self.messages, tokenize=False, add_generation_prompt=True
+                )
             )
-        else:
-            lines = (f"{message['role']}: {message['content']}" for message in self.messages)
-            text = "\n".join(lines) + "\nassistant:"
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        lines = (f"{message['role']}: {message['content']}" for message in self.messages)
+        return "\n".join(lines) + "\nassistant: "
 
-    async def ask(self, text: str) -> AsyncIterator[dict[str, Any]]:
-        """Stream the answer to one message."""
+    def hear(self, text: str) -> None:
+        """Add a message of the user."""
         self.messages.append({"role": "user", "content": text})
-        answer = self.reuse.generate(self.prompt(), max_new_tokens=self.max_new_tokens)
+        now = self.render()
+        if not now.startswith(self.text):  # a template that changes what was said before
+            self.text, self.tokens = "", []
+        new = self.tokenizer(now.removeprefix(self.text), add_special_tokens=False)["input_ids"]
+        self.text, self.tokens = now, self.tokens + new
+
+    async def answer(self) -> AsyncIterator[dict[str, Any]]:
+        """Stream the answer: pieces of text, then what it cost."""
+        generation = self.reuse.generate(self.tokens, max_new_tokens=self.max_new_tokens)
         shown = ""
-        async for _ in answer:
+        async for _ in generation:
             # Decode from the start: a token may be half a character.
-            whole = self.tokenizer.decode(answer.tokens)
+            whole = self.tokenizer.decode(generation.tokens)
             yield {"piece": whole.removeprefix(shown)}
             shown = whole
         self.messages.append({"role": "assistant", "content": shown})
+        self.text, self.tokens = self.text + shown, self.tokens + generation.tokens
         yield {
             "done": True,
             "text": shown,
-            "restored_tokens": answer.restored.loaded,
-            "ttft_ms": round(answer.ttft_ms, 1),
+            "restored_tokens": generation.restored.loaded,
+            "ttft_ms": round(generation.ttft_ms, 1),
         }
 
 
@@ -75,7 +89,8 @@ async def talk(
     chat = Chat(reuse, tokenizer, max_new_tokens)
     try:
         while line := await reader.readline():
-            async for event in chat.ask(json.loads(line)["text"]):
+            chat.hear(json.loads(line)["text"])
+            async for event in chat.answer():
                 writer.write(json.dumps(event).encode() + b"\n")
                 await writer.drain()
     except (ConnectionError, ValueError) as error:

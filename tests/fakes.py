@@ -80,7 +80,7 @@ class MemoryStore:
         statuses = np.full(len(batch), IOStatus.MISSING, np.uint8)
         for i, slot in enumerate(batch.store_slots.tolist()):
             held = self.slots.get(slot)
-            if held is not None and held[0] == batch.keys[i].tobytes():
+            if held is not None and batch.keys[i].tobytes() in (held[0], bytes(16)):
                 del self.slots[slot]
                 statuses[i] = IOStatus.LANDED
         return statuses

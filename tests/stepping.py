@@ -27,6 +27,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.held = ""
         self._hold_at: int | str | None = None
         self.reached = asyncio.Event()
         self._open = asyncio.Event()
@@ -35,7 +36,7 @@ class Steps:
         """Count from 0 again; stop the operation at this point (number, or every one of a
         name)."""
         self.release()
-        self.names, self._hold_at = [], hold_at
+        self.names, self.held, self._hold_at = [], "", hold_at
         self.reached, self._open = asyncio.Event(), asyncio.Event()
 
     def release(self) -> None:
@@ -46,6 +47,7 @@ class Steps:
         """One step of a backend."""
         here, self.names = len(self.names), [*self.names, name]
         if self._hold_at in (here, name):
+            self.held = name
             self.reached.set()
             await self._open.wait()
 
@@ -100,7 +102,9 @@ def registered(steps: Steps) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_stepping(path: Path | None = None, **settings: Any) -> AsyncIterator[tuple[Rig, Steps]]:
+async def open_stepping(
+    path: Path | None = None, **settings: Any
+) -> AsyncIterator[tuple[Rig, Steps]]:
     """A rig whose copies all go to the crew's threads and whose backends stop at steps."""
     steps = Steps()
     with registered(steps):

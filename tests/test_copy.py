@@ -85,7 +85,7 @@ class Case:
         self.rows: list[tuple[int, int, NDArray[np.uint8]]] = []  # offset, segment, device as grid
         offset = rng.choice([0, 3, 64])
         self.memory = []
-        for plane in self.planes:
+        for plane in list(self.planes):
             size = segment or rng.choice(
                 [1, 7, 63, 64, 130, 255, 256, 300, 4096, 5000, 9000, 40000]
             )

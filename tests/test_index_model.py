@@ -1,4 +1,4 @@
-"""Index, leaf orders, policies and slot pools against a small model in plain Python, step by step."""
+"""Index, leaf orders, policies and slot pools against a small model in plain Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ABSENT, LANDING, READY = TierState.ABSENT, TierState.LANDING, TierState.READY
 
 
 class Model:
-    """What the index must do, said slowly. Blocks are paths; `state[tier][path]` is LANDING or READY."""
+    """What the index must do, said slowly. Blocks are paths; `state` has no ABSENT ones."""
 
     def __init__(self, policy: str, tiers: int) -> None:
         self.policy, self.pins, self.calls = policy, {}, 0
@@ -81,7 +81,7 @@ class Model:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Drive the index and the model with the same calls. Few labels, short prompts, a small table."""
+    """Drive index and model with the same calls: few labels, short prompts, a small table."""
 
     policy: ClassVar[str] = "lru"
     MAX_BLOCKS: ClassVar[int] = 24

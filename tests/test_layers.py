@@ -15,8 +15,11 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys index order pool tier ledger planner"
-BODY = "completion memory lanes engine background plans request stack hosting transfer waiting"
+BRAIN = "keys index order pool tier ledger spills planner"
+BODY = (
+    "completion memory lanes waiting admission engine background plans request stack hosting "
+    "transfer"
+)
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
     "errors": "",
@@ -33,13 +36,16 @@ MAY_IMPORT = {
     "index": f"_core order protocols {VOCABULARY}",
     "tier": f"index pool {VOCABULARY}",
     "ledger": f"index pool tier protocols {VOCABULARY}",
-    "planner": f"index pool tier ledger protocols {VOCABULARY}",
+    "spills": f"index ledger {VOCABULARY}",
+    "planner": f"index pool tier ledger spills protocols {VOCABULARY}",
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "errors",
     "waiting": "completion",
-    "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",  # no backend, no index
+    "admission": f"config lanes {VOCABULARY}",
+    # no backend, no index
+    "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
     "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
@@ -59,8 +65,8 @@ MAY_IMPORT = {
 # package -> rooms that may import it
 OUTSIDE = {
     "asyncio": "completion manager sync testing",
-    "anyio": "completion manager sync lanes waiting engine background plans request stack hosting transfer "
-    "backends codecs integration testing cli bench",
+    "anyio": "completion manager sync lanes waiting engine background plans request stack hosting "
+    "transfer backends codecs integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "",
@@ -69,7 +75,7 @@ OUTSIDE = {
     "typer": "cli",
     "rich": "cli",
     "pickle": "",
-    "time": "completion bench cli testing",
+    "time": "completion bench cli integration testing",
     "random": "testing bench cli",
 }
 

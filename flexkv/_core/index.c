@@ -343,6 +343,20 @@ int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32
   return found;
 }
 
+int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
+                         uint32_t *found, uint32_t limit) {
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    if (blocks[i] != FX_NONE && !fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    for (uint32_t block = blocks[i]; block != FX_NONE && count < limit; block = index->nodes[block].parent) {
+      fx_mask mask = index->masks[block];
+      if (!(mask.ready >> tier & 1) || ((mask.ready | mask.landing) >> lower & 1)) break;
+      found[count++] = block;
+    }
+  }
+  return count;
+}
+
 /* ---- pins ---- */
 
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n) {

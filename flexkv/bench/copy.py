@@ -214,10 +214,13 @@ class _Field:
         except ImportError:
             return {}
         ids = torch.from_numpy(self.blocks.astype(np.int64))
-        kv = torch.from_numpy(self._tensors).view(self._planes, -1, self.segment)
+        # As bfloat16, what models use; as bytes `index_copy_` is two to three times slower.
+        kv = torch.from_numpy(self._tensors.reshape(self._planes, -1, self.segment))
+        kv = kv.view(torch.bfloat16)
         whole: Any = self._arena.view(0).base
         host = torch.from_numpy(np.frombuffer(whole, np.uint8))
         host = host[: len(ids) * BLOCK_BYTES].view(self._planes, len(ids), self.segment)
+        host = host.view(torch.bfloat16)
 
         def move() -> None:
             with _torch_threads(torch, self.threads):

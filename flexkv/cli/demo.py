@@ -1,4 +1,5 @@
-"""`flexkv demo`: one document, several users, three ways; the work is in flexkv.integration.transformers.demo.
+"""`flexkv demo`: one document, several users, three ways; the work is in
+flexkv.integration.transformers.demo.
 
 `demo` (the command) - `table` (a report for people).
 """
@@ -12,7 +13,9 @@ from typing import Any
 
 import anyio
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -24,9 +27,27 @@ _LABELS = {
     "host": "2/3 host hits",
     "ssd": "3/3 killed, started again: SSD hits",
 }
+_WAYS = {
+    "fill": "fills it",
+    "cold": "no cache",
+    "host": "host hit",
+    "ssd": "killed, SSD hit",
+}
+_COLUMNS = (
+    "TTFT ms",
+    "speed-up",
+    "tokens restored",
+    "MB moved\nget / put",
+    "get ms, each\nexposed / hidden",
+    "put ms, sum\nexposed / hidden",
+)
 _ANSWERS = 23  # 4 questions and 3 turns in three ways, and 2 that fill the cache
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
 def demo(
     model: Path | None = typer.Option(
         None, help="Directory of a local causal LM; SmolLM2-135M-Instruct if left out."
@@ -46,7 +67,8 @@ def demo(
         help="Converted weights are kept in its folder 'flexkv'.",
     ),
 ) -> None:
-    """Answer questions over one long document: without a cache, from host memory, and from SSD after a SIGKILL.
+    """Answer questions over one long document: without a cache, from host memory, and from SSD
+    after a SIGKILL.
 
     Example: flexkv demo --out /tmp/demo
     """
@@ -64,6 +86,8 @@ def demo(
         answer_tokens=answer_tokens,
     )
     console = Console(stderr=json_output)
+    if not console.is_terminal:
+        console = Console(stderr=json_output, width=120)
     try:
         with _Watcher(console) as watcher:
             report = anyio.run(work.run_demo, options, watcher.hear)
@@ -114,35 +138,39 @@ class _Watcher:
             text = " ".join(event["text"].split())
             self.progress.console.print(
                 f"[dim]{event['way']:>4}  {event['who']:<7}[/dim] {event['ttft_ms']:8.0f} ms  "
-                f"{event.get('restored_tokens', 0):>5} tokens restored  [dim]{text[:48]!r}[/dim]",
+                f"{event.get('restored_tokens', 0):>5} tokens restored  "
+                f"[dim]{escape(text[:40])}[/dim]",
                 highlight=False,
+                soft_wrap=True,
             )
         elif kind == "killed" and event["life"] == "first":
-            self.progress.console.print("[bold]SIGKILL[/bold] in the middle of a write; starting again")
+            self.progress.console.print(
+                "[bold]SIGKILL[/bold] in the middle of a write; starting again"
+            )
 
 
 def table(report: dict[str, Any]) -> Table:
     """One row per way: the users' questions first, then the chat."""
-    shown = Table(title=f"{Path(report['model']).name}: time to first token, p50", title_justify="left")
-    for name in ("requests", "way", "TTFT ms", "speed-up", "host tokens", "disk tokens", "restored", "stored"):
-        shown.add_column(name, justify="left" if name == "way" else "right")
-    shown.add_column("get ms\nexposed+hidden", justify="right")
-    shown.add_column("put ms\nexposed+hidden", justify="right")
-    for title, rows in (("", report["ways"]), ("chat: ", report["chat"])):
-        cold = rows["cold"]["ttft_ms"]
-        for way, row in rows.items():
-            tiers = row["restored_by_tier"]
+    shown = Table(title=f"{Path(report['model']).name}, medians", title_justify="left", box=SIMPLE)
+    shown.add_column("")
+    for name in _COLUMNS:
+        shown.add_column(name, justify="right")
+    rows = {"fill": report["fill"]} | report["ways"]
+    for title, part in (("users", rows), ("chat", report["chat"])):
+        for way, row in part.items():
+            tiers = " + ".join(f"{n:,} {tier}" for tier, n in row["restored_by_tier"].items() if n)
             shown.add_row(
-                str(row["requests"]),
-                title + {"cold": "no cache", "host": "host hit", "ssd": "killed, SSD hit"}[way],
+                f"{title} ({row['requests']}): {_WAYS[way]}",
                 f"{row['ttft_ms']:,.1f}",
-                f"{cold / max(row['ttft_ms'], 1e-9):.1f}x",
-                f"{tiers.get('host', 0):,}",
-                f"{tiers.get('disk', 0):,}",
-                f"{row['get_bytes'] / 1e6:,.1f} MB",
-                f"{row['put_bytes'] / 1e6:,.1f} MB",
-                f"{row['exposed_ms']:.1f} + {row['hidden_ms']:.1f}",
-                f"{row['put_exposed_ms']:.1f} + {row['put_hidden_ms']:.1f}",
+                f"{row['speedup']:.1f}x" if "speedup" in row else "",
+                tiers or "0",
+                f"{row['get_bytes'] / 1e6:,.0f} / {row['put_bytes'] / 1e6:,.0f}",
+                f"{row['exposed_ms']:.1f} / {row['hidden_ms']:.1f}",
+                f"{row['put_exposed_ms']:.1f} / {row['put_hidden_ms']:.1f}",
                 end_section=way == "ssd",
             )
     return shown
+
+
+if __name__ == "__main__":
+    app()

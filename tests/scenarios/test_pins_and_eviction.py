@@ -122,22 +122,42 @@ async def test_d03_a_prefix_splits_while_its_write_is_held_back(tmp_path: Path) 
         assert rig.count("damaged_blocks", tier="disk") == 0
 
 
-async def test_d03_blocks_whose_write_failed_are_not_said_to_be_on_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failures", [1, 100])
+async def test_d03_blocks_whose_write_failed_are_not_said_to_be_on_disk(
+    tmp_path: Path, failures: int
+) -> None:
+    """With the write of the last shared blocks failing for a moment, or for good."""
     async with open_rig(tmp_path, host=16) as rig:
         first = prompt(1, 10)
         second = prompt(2, 10, shared=first[:36])
         faults = rig.faults()
         gate = faults.hold("write")
-        faults.add("write", "EIO", skip=5, times=1)
+        faults.add("write", "EIO", skip=8, times=failures)
         await rig.start_put(first)
         await gate.reached.wait()
         await rig.start_put(second, first=20)
         gate.open()
         await rig.kv.flush()
-        assert rig.kv.usage()["disk"]["readable"] == 10
-        await rig.push_out(3)
+        assert rig.kv.usage()["disk"]["readable"] == (11 if failures == 1 else 8)
+        faults.clear()
+        for name in (3, 4, 5, 6):
+            await rig.put(prompt(name, 4))
         loaded = [(await rig.get(tokens)).loaded for tokens in (first, second)]
-        assert loaded == [20, 20]
+        assert loaded == ([40, 40] if failures == 1 else [32, 32])
+        await rig.put(first)
+        await rig.push_out()
+        assert (await rig.get(first)).loaded == 40
+
+
+@pytest.mark.parametrize("spill", ["through", "on_evict"])
+async def test_d03_a_dropped_spill_does_not_tie_up_host_memory(tmp_path: Path, spill: str) -> None:
+    """Ancestors that only the host holds, with children on disk, can leave the host some time."""
+    async with open_rig(tmp_path, disk=64, spill=spill, spill_queue_blocks=2) as rig:
+        for round_ in range(12):
+            await rig.put(prompt(round_, 8), durable=False)
+            await rig.kv.flush()
+            await rig.put(prompt(100 + round_, 4), durable=False)
+            await rig.kv.flush()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

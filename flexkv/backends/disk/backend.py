@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from flexkv._core import lib
 from flexkv.backends.disk import engines
 from flexkv.backends.disk.engines import Engine, Moves
-from flexkv.backends.disk.format import RECORD
-from flexkv.backends.disk.records import Crew, RecordFiles
+from flexkv.backends.disk.records import Crew, RecordFiles, make_rows
 from flexkv.backends.disk.recovery import Report, Store, open_patiently
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.errors import ClosedError, ConfigError, InputError
 from flexkv.model import PAGE_BYTES, IOStatus, SlotIds, Statuses
 from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Recovered, Services
+from flexkv.telemetry import log
 
 _MAX_CHUNKS = 64  # of all batches together; more wait their turn
 _CLOSE_TIMEOUT_S = 30
@@ -104,6 +104,7 @@ class DiskBackend:
         self._table = store.table
         self._chunk_turns = anyio.Semaphore(_MAX_CHUNKS, fast_acquire=True)
         self._store = store
+        self._tell()
         return store.recovered
 
     @property
@@ -166,11 +167,12 @@ class DiskBackend:
     async def discard(self, batch: BlockIO) -> Statuses:
         """Forget the blocks: LANDED, MISSING (the slot does not hold this key), or FAILED.
 
-        FAILED: the block is not readable any more, but may be found again after a restart.
+        A key of zeros stands for whatever the slot holds. FAILED: the block is not readable any more, but may be found again after a restart.
         """
         slots = self._enter(batch)
         try:
             held = self._table.holds(slots, batch.keys)
+            held |= ~batch.keys.any(axis=1) & self._table.filled(slots)
             statuses = np.where(held, IOStatus.LANDED, IOStatus.MISSING).astype(np.uint8)
             gone = np.unique(slots[held])
             if len(gone):
@@ -195,8 +197,33 @@ class DiskBackend:
                 await self._idle.wait()
             await self.engine.aclose()
         store, self._store = self._store, None
-        if store is not None and not scope.cancelled_caught:
+        if scope.cancelled_caught:
+            log.error("disk.stuck", timeout_s=_CLOSE_TIMEOUT_S)
+        elif store is not None:
             await anyio.to_thread.run_sync(_close, store, limiter=anyio.CapacityLimiter(1))
+
+    def _tell(self) -> None:
+        """Say once how the tier works and what was found."""
+        report = self.report
+        log.info(
+            "disk.opened",
+            directories=[str(path) for path in self._settings.directories],
+            engine=self.engine_name,
+            reason=self.engine_reason,
+            capacity_blocks=self.capacity_blocks,
+            recovered_blocks=report.recovered,
+        )
+        if report.cleared:
+            log.warning("disk.cleared", reason=report.cleared, set_aside=report.set_aside)
+        dropped = report.damaged_records + report.cut_off + report.duplicates
+        if dropped or report.remade:
+            log.warning(
+                "disk.mended",
+                damaged_records=report.damaged_records,
+                cut_off_blocks=report.cut_off,
+                duplicate_blocks=report.duplicates,
+                remade_directories=report.remade,
+            )
 
     # --- one batch
 
@@ -236,7 +263,8 @@ class DiskBackend:
             for _ in range(min(self._settings.chunks_in_flight, -(-len(positions) // per_chunk))):
                 group.start_soon(worker)
 
-    def _moves(self, write: bool, slots: SlotIds, host_slots: SlotIds) -> Moves:
+    def moves(self, write: bool, slots: SlotIds, host_slots: SlotIds) -> Moves:
+        """What the engine has to do to move store `slots` from or to arena `host_slots`."""
         directories, local = self._geometry.locate(slots)
         offsets = local * np.uint64(self._stride_bytes)
         return Moves(write, self._data_fds[directories], offsets, host_slots, self._stride_bytes)
@@ -246,7 +274,7 @@ class DiskBackend:
         keys = batch.keys[part]
         expected = self._table.checksums[slots]
         sequences = self._table.sequences[slots]
-        moved = await self.engine.transfer(self._moves(False, slots, host_slots))
+        moved = await self.engine.transfer(self.moves(False, slots, host_slots))
         landed = moved == self._stride_bytes
         statuses = np.where(landed, IOStatus.LANDED, IOStatus.FAILED).astype(np.uint8)
         if not landed.any():
@@ -277,12 +305,13 @@ class DiskBackend:
         if not len(part):
             return statuses
         checksums = self._crew.begin_checksums(host_slots, keys)  # while the data is on its way
-        moved = await self.engine.transfer(self._moves(True, slots, host_slots))
+        moved = await self.engine.transfer(self.moves(True, slots, host_slots))
         sums = await checksums.result()
         landed = moved == self._stride_bytes
         if not landed.any():
             return statuses
-        rows = self._rows(batch, part, sums)[landed]
+        rows = make_rows(batch, part, sums, self._geometry.block_bytes)[landed]
+        rows["sequence"] = self._table.take_sequences(len(rows))
         slots = slots[landed]
         written = await self.records.write(slots, rows) == 0
         if not written.all():
@@ -309,18 +338,6 @@ class DiskBackend:
         ready = ~filled
         ready[filled] = await self.records.clear(old) == 0
         return ready
-
-    def _rows(self, batch: BlockIO, part: Positions, sums: NDArray[np.uint64]) -> NDArray[np.void]:
-        rows = np.zeros(len(part), RECORD)
-        rows["key"] = batch.keys[part]
-        if batch.parents is not None:
-            rows["parent"] = batch.parents[part]
-        if batch.depths is not None:
-            rows["depth"] = batch.depths[part]
-        rows["sequence"] = self._table.take_sequences(len(part))
-        rows["size"] = self._geometry.block_bytes
-        rows["checksum"] = sums
-        return rows
 
 
 def _pick(batch: BlockIO, part: Positions) -> tuple[SlotIds, SlotIds]:

@@ -1,8 +1,8 @@
 """The files of one directory: who owns them, how large they are, whether O_DIRECT works.
 
-`Directory`: `acquire` (lock), `superblock`, `write_superblock`, `set_aside`, `allocate`,
-`probe_direct`, `read_records`, `clear_records`, `release` - `filesystem_of` (its type).
-Everything here blocks: call it off the loop.
+`Directory`: `acquire` (lock) or `open_for_reading`, `superblock`, `write_superblock`, `set_aside`,
+`allocate`, `read_records`, `clear_records`, `sync`, `release` - `direct_io_problem` (try it) -
+`filesystem_of` (its type). Everything here blocks: call it off the loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Directory:
         self.index = index
         self.records_fd = -1
         self.data_fd = -1
-        self.direct = False
 
     @property
     def data_bytes(self) -> int:
@@ -126,25 +125,14 @@ class Directory:
         self._reserve(self.records_fd, RECORDS_NAME, geometry.records_bytes(self.index))
         self._reserve(self.data_fd, DATA_NAME, geometry.data_bytes(self.index))
 
-    def probe_direct(self) -> str:
-        """Switch the data file to O_DIRECT if that works, tried by one read; otherwise say why
-        not.
-        """
-        kind = filesystem_of(self.path)
-        if kind in _MEMORY_FILESYSTEMS:
-            return f"{self.path} is on {kind}, which lives in memory"
-        flags = fcntl.fcntl(self.data_fd, fcntl.F_GETFL)
+    def open_for_reading(self) -> None:
+        """Open the files as they are, without a lock; OSError when they are not there."""
+        self.records_fd = os.open(self.path / RECORDS_NAME, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.fcntl(self.data_fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            with mmap.mmap(-1, PAGE_BYTES) as page:
-                os.preadv(self.data_fd, [page], 0)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise StorageError(f"{self.path / DATA_NAME} cannot be read: {error}") from error
-            fcntl.fcntl(self.data_fd, fcntl.F_SETFL, flags)
-            return f"{self.path} ({kind}) does not take O_DIRECT"
-        self.direct = True
-        return ""
+            self.data_fd = os.open(self.path / DATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.close()
+            raise
 
     def read_records(self, count: int) -> NDArray[np.void]:
         """The records of local slots 0 to `count` - 1 as an array of RECORD; past the end of the
@@ -183,9 +171,13 @@ class Directory:
         """Unlock and close. Calling it twice is fine."""
         if self.data_fd >= 0:
             self._name_owner("")
-            os.close(self.data_fd)
-        if self.records_fd >= 0:
-            os.close(self.records_fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Calling it twice is fine."""
+        for fd in (self.data_fd, self.records_fd):
+            if fd >= 0:
+                os.close(fd)
         self.data_fd = self.records_fd = -1
 
     def owner(self) -> int:
@@ -232,6 +224,30 @@ class Directory:
             f"{self.path}: {name} of {size} bytes needs {need} bytes more, {free} bytes are free; "
             "lower the capacity of the disk tier, free some space or name another directory"
         )
+
+
+def direct_io_problem(fd: int, path: Path) -> str:
+    """Switch an open data file in directory `path` to O_DIRECT if that works, tried by one read.
+
+    Returns "" when it does, else why not.
+
+    Raises:
+        StorageError: the file cannot be read at all.
+    """
+    kind = filesystem_of(path)
+    if kind in _MEMORY_FILESYSTEMS:
+        return f"{path} is on {kind}, which lives in memory"
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise StorageError(f"{path / DATA_NAME} cannot be read: {error}") from error
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return f"{path} ({kind}) does not take O_DIRECT"
+    return ""
 
 
 def filesystem_of(path: Path) -> str:

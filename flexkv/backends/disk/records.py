@@ -1,7 +1,7 @@
 """Slot records on their way to disk, and other work for the crew: nothing here blocks the loop.
 
 `Crew`: `begin_checksums` (XXH3-64 of arena blocks, bound to their keys), `write_records` -
-`RecordFiles`: `write` and `clear` the records of slots.
+`RecordFiles`: `write` and `clear` the records of slots - `make_rows` (what is to be written).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flexkv._core import lib
 from flexkv.backends.disk import format as disk_format
 from flexkv.backends.disk.format import pointer
 from flexkv.model import KeyArray, SlotIds
+from flexkv.protocols import BlockIO
 
 if TYPE_CHECKING:
     from flexkv.backends.disk.recovery import Store
@@ -148,3 +149,18 @@ class RecordFiles:
         results = np.empty_like(written)
         results[order] = written
         return results
+
+
+def make_rows(
+    batch: BlockIO, part: NDArray[np.intp], sums: NDArray[np.uint64], block_bytes: int
+) -> NDArray[np.void]:
+    """Records of the blocks `part` of a batch, without sequence and check."""
+    rows = np.zeros(len(part), disk_format.RECORD)
+    rows["key"] = batch.keys[part]
+    if batch.parents is not None:
+        rows["parent"] = batch.parents[part]
+    if batch.depths is not None:
+        rows["depth"] = batch.depths[part]
+    rows["size"] = block_bytes
+    rows["checksum"] = sums
+    return rows

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.backends.disk import format as disk_format
-from flexkv.backends.disk.files import Directory, DirectoryBusyError
+from flexkv.backends.disk.files import Directory, DirectoryBusyError, direct_io_problem
 from flexkv.backends.disk.format import FORMATTING, IN_USE, Geometry, Superblock
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.backends.disk.table import SlotTable
@@ -74,7 +74,7 @@ def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
         for directory in directories:
             directory.acquire()
         store = _Opening(settings, identity, geometry, directories).run()
-        reasons = [directory.probe_direct() for directory in directories]
+        reasons = [direct_io_problem(item.data_fd, item.path) for item in directories]
         store.buffered = next(filter(None, reasons), "")
         return store
     except BaseException:

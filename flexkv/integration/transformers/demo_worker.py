@@ -1,8 +1,9 @@
-"""The demo's engine process: answers over one document, says what it did as JSON lines on stdout, expects SIGKILL.
+"""The demo's engine process: answers over one document, says what it did as JSON lines on stdout,
+expects SIGKILL.
 
-`first` (no cache, then fill, then host hits, then a write that never ends well) - `second` (a new process on the same
-directory: SSD hits). Run as `python -m flexkv.integration.transformers.demo_worker LIFE SETTINGS`, SETTINGS being
-the JSON of `Settings`.
+`first` (no cache, then fill, then host hits, then a write that never ends well) - `second` (a new
+process on the same directory: SSD hits). Run as `python -m
+flexkv.integration.transformers.demo_worker LIFE SETTINGS`, SETTINGS being the JSON of `Settings`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import anyio
 import torch
@@ -23,7 +24,13 @@ from anyio import to_thread
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from flexkv.config import FlexKVConfig
-from flexkv.integration.transformers.demo_text import CHAT, FIRST_QUESTION, QUESTIONS, Prompts
+from flexkv.integration.transformers.demo_text import (
+    CHAT,
+    FIRST_QUESTION,
+    QUESTIONS,
+    Prompts,
+    Settings,
+)
 from flexkv.integration.transformers.forward import run_model, use_grouped_attention
 from flexkv.integration.transformers.reuse import (
     Generation,
@@ -34,24 +41,23 @@ from flexkv.integration.transformers.reuse import (
 from flexkv.integration.transformers.weights import load_model
 from flexkv.manager import KVManager
 
+_events: TextIO | None = None
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What both lives of the engine must agree on. Lengths are in tokens; paths are absolute."""
 
-    disk_dir: str
-    model: str | None = None
-    cache_dir: str | None = None
-    document_tokens: int = 6144
-    chat_tokens: int = 1024
-    answer_tokens: int = 16
-    tokens_per_block: int = 16
+def keep_stdout_for_events() -> TextIO:
+    """Give stdout to `say` alone; what anything else prints there goes to stderr, that is, into the
+    log.
+    """
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return events
 
 
 def say(event: str, **fields: Any) -> None:
     """Write one event for the parent."""
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
-    sys.stdout.flush()
+    assert _events is not None
+    _events.write(json.dumps({"event": event, **fields}) + "\n")
+    _events.flush()
 
 
 def bytes_read() -> int:
@@ -113,13 +119,21 @@ class Engine:
     async def cold(self, who: str, prompt: Sequence[int]) -> list[int]:
         """Answer without flexkv, the plain transformers way, and say so."""
         tokens, ttft_ms = await to_thread.run_sync(self._cold, prompt)
-        say("answer", way="cold", who=who, prompt_tokens=len(prompt), ttft_ms=ttft_ms, **self.shown(tokens))
+        say(
+            "answer",
+            way="cold",
+            who=who,
+            prompt_tokens=len(prompt),
+            ttft_ms=ttft_ms,
+            **self.shown(tokens),
+        )
         return tokens
 
     def _cold(self, prompt: Sequence[int]) -> tuple[list[int], float]:
         started = time.monotonic()
         cache = DynamicCache(config=self.model.config)
-        token, tokens = run_model(self.model, prompt, cache), []
+        tokens: list[int] = []
+        token = run_model(self.model, prompt, cache)
         ttft_ms = (time.monotonic() - started) * 1e3
         while token not in self.stop and len(tokens) < self.settings.answer_tokens:
             tokens.append(token)
@@ -187,7 +201,8 @@ async def first(engine: Engine) -> None:
             answers.append(await engine.ask(reuse, "host", f"chat {turn + 1}", prompt))
         await reuse.kv.flush()
         say("durable", usage=reuse.kv.usage())
-        # The same bytes under another namespace: a long write, without 10 s of computing, to be killed in.
+        # The same bytes under another namespace: a long write, without 10 s of computing, to be
+        # killed in.
         with await reuse.restore(prompts.question(FIRST_QUESTION)) as restored:
             await reuse.store(prompts.shared, restored.cache, namespace=("unfinished",))
             say("writing", blocks=len(prompts.shared) // engine.settings.tokens_per_block)
@@ -195,7 +210,7 @@ async def first(engine: Engine) -> None:
 
 
 async def second(engine: Engine) -> None:
-    """SSD hits: host memory is empty before every question, because flexkv is opened anew for each."""
+    """SSD hits: flexkv is opened anew for every question, so that host memory is empty."""
     prompts, config = engine.prompts, engine.config()
     async with engine.open(config) as reuse:
         plan = reuse.kv.get_match(prompts.shared, namespace=("unfinished",))
@@ -210,14 +225,14 @@ async def second(engine: Engine) -> None:
     for turn in range(len(CHAT)):
         async with engine.open(config) as reuse:
             prompt = prompts.chat(answers)
-            answers.append(
-                await engine.ask(reuse, "ssd", f"chat {turn + 1}", prompt, store=False)
-            )
+            answers.append(await engine.ask(reuse, "ssd", f"chat {turn + 1}", prompt, store=False))
     say("done")
 
 
 def main(life: str, settings: str) -> None:
     """Live one life of the engine."""
+    global _events
+    _events = keep_stdout_for_events()
     parsed = Settings(**json.loads(settings))
     engine = Engine(parsed)
     say(
