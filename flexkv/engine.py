@@ -9,7 +9,7 @@ its blocks, nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import anyio
@@ -126,18 +126,19 @@ class Engine:
         """Run all ops of a graph; return when none can move a byte any more. Ops start in order, a
         few at a time.
         """
-        if len(run.ops) <= 1:
-            for op in run.ops:
-                await self._run_op(run, op)
-            return
-        pending = iter(run.ops)
+        chains = _chains(run.ops)
+        pending = iter(chains)
 
         async def work() -> None:
-            for op in pending:
-                await self._run_op(run, op)
+            for chain in pending:
+                for op in chain:
+                    await self._run_op(run, op)
 
+        if len(chains) == 1:
+            await work()
+            return
         async with anyio.create_task_group() as group:
-            for _ in range(min(self.ops_in_flight, len(run.ops))):
+            for _ in range(min(self.ops_in_flight, len(chains))):
                 group.start_soon(work)
 
     async def _run_op(self, run: Run, op: _Op) -> None:
@@ -233,12 +234,12 @@ class Engine:
         blocks.
         """
         source, target = copy.source.place, copy.target.place
-        keys = run.graph.keys[positions]
         try:
             if source == HOST and target == DEVICE:
                 return await self._copy(run, targets, sources, copy.layers, to_device=True)
             if source == DEVICE and target == HOST:
                 return await self._copy(run, sources, targets, copy.layers, to_device=False)
+            keys = run.graph.keys[positions]
             if target == HOST:
                 return await self.stores[source].read(BlockIO(targets, sources, keys))
             if source == HOST:
@@ -305,3 +306,18 @@ def _no_room(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(_no_room(inner) for inner in error.exceptions)
     return isinstance(error, CapacityError)
+
+
+def _chains(ops: Sequence[_Op]) -> list[list[_Op]]:
+    """Put an op that waits for the one right before it alone into that one's chain.
+
+    A chain has one worker, so that none sits idle with the second leg of a block whose first one is
+    still on its way.
+    """
+    chains: list[list[_Op]] = []
+    for number, op in enumerate(ops):
+        if number and op.copy.after == (number - 1,):
+            chains[-1].append(op)
+        else:
+            chains.append([op])
+    return chains

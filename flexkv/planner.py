@@ -97,11 +97,14 @@ class Planner:
         )
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
-        if in_host.all():
-            if device_blocks is not None:
-                ops.append(self._from_host(blocks, np.arange(count), device_blocks))
-            arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
-            graph = TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority)
+        if np.count_nonzero(in_host) == count:
+            if device_blocks is None:
+                graph = TransferGraph((), blocks, keys, in_host, goal, priority)
+                return GetPlan(graph, None, by_tier)
+            source = Span(HOST, self.index.slots(self.host.number, blocks))
+            everything = Copy(source, Span(DEVICE, device_blocks), np.arange(count))
+            arrived = np.zeros(count, np.bool_)
+            graph = TransferGraph((everything,), blocks, keys, arrived, goal, priority)
             return GetPlan(graph, None, by_tier)
         joinable = (states == LANDING) & (self.ledger.landings(blocks) > 0)
         if device_blocks is None:
