@@ -326,9 +326,7 @@ class DiskBackend:
         return statuses
 
     async def _clear_old(self, slots: SlotIds) -> NDArray[np.bool_]:
-        """Forget what `slots` hold, before any of their bytes changes; which of them may be
-        written.
-        """
+        """Forget what `slots` hold before their bytes change; which of them may be written."""
         filled = self._table.filled(slots)
         if not filled.any():
             return ~filled

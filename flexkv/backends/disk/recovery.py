@@ -221,9 +221,10 @@ class _Opening:
             directory.write_superblock(self._superblock(set_id, index))
             records = directory.read_records(self.geometry.local_slots(index))
             good, dropped[index] = self._sort_out(index, records, data_bytes[index])
-            kept.append(records[good])
+            kept.append(records if len(good) == len(records) else records[good])
             slots.append(good * self.geometry.directories + index)
-        rows, places = np.concatenate(kept), np.concatenate(slots)
+        rows = kept[0] if len(kept) == 1 else np.concatenate(kept)
+        places = np.concatenate(slots)
         newest = _newest(rows)
         self.report.duplicates = len(rows) - int(np.count_nonzero(newest))
         stale = places[~newest]
