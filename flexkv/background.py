@@ -22,6 +22,9 @@ from flexkv.protocols import BlockIO, StorageBackend
 from flexkv.telemetry import Telemetry, log
 
 
+_ATTEMPTS = 3  # writes of a block that fail in a row before it is given up
+
+
 class Signal:
     """An event that can be raised many times; waiters see the next raise."""
 
@@ -60,6 +63,7 @@ class Spiller:
         self._pending = np.zeros(
             planner.ledger.max_blocks, np.int32
         )  # offers of a block not yet dealt with
+        self._failures = np.zeros(planner.ledger.max_blocks, np.uint8)  # of a block, in a row
         self._active = 0
         self._stopped = False
         self._work = Signal()
@@ -69,6 +73,11 @@ class Spiller:
     def queued_blocks(self) -> int:
         """Blocks that wait for their turn."""
         return self._queued_blocks
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are queued or being written."""
+        return bool(self._queue) or self._active > 0
 
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
@@ -121,9 +130,18 @@ class Spiller:
         run = self._engine.start(graph)
         await self._engine.run(run)
         self._planner.release(graph.blocks)
-        lost = int(np.count_nonzero(~run.alive))
-        if lost:
-            log.warning("spill.failed", blocks=lost, goal=graph.goal)
+        self._failures[graph.blocks[run.alive]] = 0
+        if not run.alive.all():
+            log.warning("spill.failed", blocks=int(np.count_nonzero(~run.alive)), goal=graph.goal)
+            self._try_again(graph.blocks[~run.alive], graph.keys[~run.alive])
+
+    def _try_again(self, blocks: BlockIds, keys: KeyArray) -> None:
+        """Offer blocks whose write failed once more, a few times in a row at most."""
+        self._failures[blocks] += 1
+        again = self._failures[blocks] < _ATTEMPTS
+        self._failures[blocks[~again]] = 0
+        if again.any():
+            self.offer(blocks[again], keys[again])
 
     async def reached(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Wait until the lowest tier holds the blocks; with spill="on_evict" bring them there.
@@ -142,7 +160,10 @@ class Spiller:
             there &= index.states(lowest.number, blocks) == TierState.READY
             if there.all():
                 return
-            if self._stopped or not self.pending(blocks[~there]).any():
+            on_the_way = self.pending(blocks) | (
+                index.states(lowest.number, blocks) == TierState.LANDING
+            )
+            if self._stopped or not on_the_way[~there].any():
                 raise TransferError(
                     f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
                     f"{lowest.name}: dropped under load, evicted before their turn, or an I/O "
@@ -157,7 +178,7 @@ class Spiller:
 
     async def drained(self) -> None:
         """Wait until nothing is queued or being written."""
-        while self._queue or self._active:
+        while self.busy and not self._stopped:
             await self.progress.wait()
 
 
@@ -168,6 +189,12 @@ class Discarder:
         self._ledger, self._stores = ledger, stores
         self._work, self._idle = Signal(), Signal()
         self._active = 0
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Say that nothing will be forgotten any more."""
+        self._stopped = True
+        self._idle.raise_()
 
     def wake(self) -> None:
         """Say that the ledger has discards."""
@@ -189,8 +216,12 @@ class Discarder:
 
     async def _discard(self, discard: Discard) -> None:
         store = self._stores[discard.tier.name]
-        statuses = await store.discard(BlockIO(discard.slots, discard.slots, discard.keys))
-        failed = statuses != IOStatus.LANDED
+        batch = BlockIO(discard.slots, discard.slots, discard.keys)
+        try:
+            failed = await store.discard(batch) != IOStatus.LANDED
+        except Exception as error:
+            log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
+            failed = np.ones(len(batch), np.bool_)
         if failed.any():
             # the record may survive on the medium; its checksum still guards every later read
             log.warning(
@@ -200,6 +231,6 @@ class Discarder:
 
     async def drained(self) -> None:
         """Wait until there is nothing to forget."""
-        while self._ledger.discards or self._active:
+        while (self._ledger.discards or self._active) and not self._stopped:
             self._work.raise_()
             await self._idle.wait()

@@ -125,7 +125,7 @@ class FlexKVConfig(BaseSettings):
     # What the bytes are
     model: str = Field("", description="name of the model; the disk tier needs it")
     revision: str = Field("", description="revision of the weights")
-    spec: Spec = Field(None, description="what a block holds; may come later, with register()")
+    spec: Spec = Field(None, description="what a block holds; the manager needs it")
     tokens_per_block: int = Field(16, ge=1, le=4096, description="tokens of one block")
     rank: str = Field("tp0/1,pp0/1", description="parallel rank and size whose share is cached")
     key_hash: Literal["xxh3", "sha256"] = Field("xxh3", description="hash that makes block keys")

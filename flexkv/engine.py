@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.completion import Completions
+from flexkv.errors import CapacityError
 from flexkv.lanes import Lane
 from flexkv.model import DEVICE, HOST, BoolArray, Copy, IOStatus, SlotIds, Statuses, TransferGraph
 from flexkv.pool import SlotPool
@@ -37,12 +38,13 @@ Commit: TypeAlias = Callable[[TransferGraph, Copy, Positions, Statuses], None]
 class _Op:
     """One op under way: what it waits for, and, once over, which of its target slots are good."""
 
-    __slots__ = ("copy", "good_slots", "joins", "over")
+    __slots__ = ("copy", "good_slots", "joins", "over", "wanted")
 
     def __init__(self, copy: Copy, joins: list[_Op]) -> None:
         self.copy, self.joins = copy, joins
         self.over = anyio.Event()
         self.good_slots: SlotIds | None = None
+        self.wanted = False  # another graph reads what this op brings: it is not dropped
 
 
 class Run:
@@ -98,6 +100,8 @@ class Engine:
         ops = []
         for copy in graph.ops:
             joins = [self._landings[number] for number in copy.joins if number in self._landings]
+            for other in joins:
+                other.wanted |= other.copy.target.place == copy.source.place
             op = _Op(copy, joins)
             if copy.landing:
                 self._landings[copy.landing] = op
@@ -133,9 +137,12 @@ class Engine:
                 await other.over.wait()
                 if other.copy.target.place == copy.source.place:
                     self._drop_what_failed(run, op, other)
+            if copy.source.place == copy.target.place:  # nothing to move: it was waited for
+                run.arrived[copy.positions] = run.alive[copy.positions]
+                return
             for start in range(0, len(copy), self.chunk_blocks):
                 part = slice(start, start + self.chunk_blocks)
-                statuses = await self._run_slice(run, copy, part)
+                statuses = await self._run_slice(run, op, part)
                 landed.append(copy.target.ids[part][statuses == IOStatus.LANDED])
         finally:
             op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
@@ -149,17 +156,18 @@ class Engine:
         bad = np.isin(source, other.copy.target.ids) & ~np.isin(source, other.good_slots)
         run.alive[op.copy.positions[bad]] = False
 
-    async def _run_slice(self, run: Run, copy: Copy, part: slice) -> Statuses:
+    async def _run_slice(self, run: Run, op: _Op, part: slice) -> Statuses:
         """Move one slice of an op and book it; positions that failed earlier, and cancelled ones,
         are skipped.
         """
+        copy = op.copy
         positions = copy.positions[part]
         statuses = np.full(len(positions), IOStatus.SKIPPED, np.uint8)
         lane = self.lanes[copy.source.place, copy.target.place]
         held = await lane.acquire(len(positions) * self.block_bytes, run.graph.priority)
         try:
             wanted = run.alive[positions]
-            if run.cancelled:
+            if run.cancelled and not op.wanted:
                 wanted[:] = False
             if wanted.all():
                 statuses = await self._move(
@@ -225,7 +233,8 @@ class Engine:
             log.warning(
                 "op.failed", source=source, target=target, blocks=len(positions), error=repr(error)
             )
-            return np.full(len(positions), IOStatus.FAILED, np.uint8)
+            status = IOStatus.SKIPPED if _no_room(error) else IOStatus.FAILED
+            return np.full(len(positions), status, np.uint8)
 
     async def _copy(
         self,
@@ -270,3 +279,10 @@ class Engine:
                 self._staging.give(staged)
                 self._staging_lane.release(held)
         return statuses
+
+
+def _no_room(error: BaseException) -> bool:
+    """Whether a backend refused for want of tickets or queue: no block is bad for it."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_no_room(inner) for inner in error.exceptions)
+    return isinstance(error, CapacityError)

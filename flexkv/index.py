@@ -157,7 +157,7 @@ class PrefixIndex:
                 lib.fx_index_select(self._index, tier, u32(blocks), len(blocks), u32(here))
             )
             if count:
-                policy.touched(here[:count].copy(), now)
+                policy.touched(blocks if count == len(blocks) else here[:count].copy(), now)
 
     def pin(self, blocks: BlockIds) -> None:
         """Count one more reason not to evict each block."""
@@ -177,6 +177,21 @@ class PrefixIndex:
         blocks = as_blocks(blocks)
         count = done(lib.fx_index_removable(self._index, u32(blocks), len(blocks)))
         return int(count)
+
+    def unsaved(self, tier: int, lower: int, blocks: BlockIds) -> BlockIds:
+        """Those of `blocks` and their ancestors that are READY in `tier` and ABSENT in `lower`.
+
+        Ancestors first, each once; a path upwards ends at the first block that is not.
+        """
+        blocks = as_blocks(blocks)
+        found = np.empty(self.resident(tier) * min(len(blocks), 8), np.uint32)
+        count = done(
+            lib.fx_index_unsaved(
+                self._index, tier, lower, u32(blocks), len(blocks), u32(found), len(found)
+            )
+        )
+        found = np.unique(found[:count])
+        return found[np.argsort(self.depths(found), kind="stable")]
 
     # eviction
 

@@ -67,6 +67,9 @@ class Ledger:
         self._landing_of = np.zeros(max_blocks, np.int64)
         self._strikes = np.zeros(max_blocks, np.uint8)  # consecutive failed reads of a block
         self._last_landing = 0
+        # host slots whose old content is being saved, and those of them that nobody holds any more
+        self._saving = np.zeros(self.host.capacity, np.bool_)
+        self._free_when_saved = np.zeros(self.host.capacity, np.bool_)
 
     def open_landing(self, blocks: BlockIds) -> int:
         """Number a landing of `blocks` in the host that other graphs may join until it is
@@ -95,6 +98,8 @@ class Ledger:
         if op.target.place == DEVICE:
             return
         tier = self.tiers[op.target.place]
+        if op.source.place == HOST and op.landing:
+            self._saved(op.source.ids[np.isin(op.positions, positions)])
         ok = statuses == IOStatus.LANDED
         landed, lost = blocks[ok], blocks[~ok]
         self.index.ready(tier.number, landed, now)
@@ -104,6 +109,15 @@ class Ledger:
                 self.spills.append((landed, graph.keys[positions[ok]]))
         if len(lost):
             self.vacate(tier, self.index.drop(tier.number, lost), graph.keys[positions[~ok]])
+
+    def offer_unspilled(self, blocks: BlockIds, keys: KeyArray) -> None:
+        """With spill="through", offer host blocks that no store holds: their spill was dropped."""
+        if self.spill == "through" and len(blocks):
+            lacking = self.index.states(self.host.number, blocks) == TierState.READY
+            for store in self.stores:
+                lacking &= self.index.states(store.number, blocks) == TierState.ABSENT
+            if lacking.any():
+                self.spills.append((blocks[lacking], keys[lacking]))
 
     def _judge(self, store: Tier, blocks: BlockIds, statuses: Statuses) -> None:
         """Forget stored blocks that are damaged, or that failed to be read too often in a row."""
@@ -120,10 +134,24 @@ class Ledger:
             keys = self.index.keys(gone)
             self.vacate(store, self.index.drop(store.number, gone), keys)
 
+    def hold(self, slots: SlotIds) -> None:
+        """Note host slots whose old content a save is about to read."""
+        self._saving[slots] = True
+
+    def _saved(self, slots: SlotIds) -> None:
+        self._saving[slots] = False
+        freed = slots[self._free_when_saved[slots]]
+        self._free_when_saved[freed] = False
+        self.host.give(freed)
+
     def vacate(self, tier: Tier, slots: SlotIds, keys: KeyArray | None = None) -> None:
-        """Free slots: at once in the host, after they are forgotten in a store."""
+        """Free slots: at once in the host (unless they are still being saved), after they are
+        forgotten in a store.
+        """
         if tier is self.host:
-            tier.give(slots)
+            busy = self._saving[slots]
+            self._free_when_saved[slots[busy]] = True
+            tier.give(slots[~busy])
         elif len(slots):
             held = np.zeros((len(slots), 2), np.uint64) if keys is None else keys
             self.discards.append(Discard(tier, slots, held))

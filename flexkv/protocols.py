@@ -182,7 +182,10 @@ class StorageBackend(Protocol):
         ...
 
     async def discard(self, batch: BlockIO) -> Statuses:
-        """Forget the blocks: after this they are not found again, not even after a restart."""
+        """Forget the blocks: after this they are not found again, not even after a restart.
+
+        A key of zeros, in stores addressed by slot, stands for whatever the slot holds.
+        """
         ...
 
     async def aclose(self) -> None: ...

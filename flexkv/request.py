@@ -1,8 +1,8 @@
 """A request under way: the transfer its caller holds, the run that moves its blocks, and how one
 settles the other.
 
-`Request.conclude` settles the transfer from the run as it stands; `device_blocks` turns an engine's
-slot mapping into block numbers, checking every slot.
+`Request.conclude` settles the transfer from the run as it stands, `report` tells telemetry;
+`device_blocks` turns an engine's slot mapping into block numbers, checking every slot.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from flexkv.engine import Run
 from flexkv.errors import InputError, TransferError
 from flexkv.keys import as_tokens
 from flexkv.model import SlotIds
-from flexkv.telemetry import Telemetry
+from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 _NO_BLOCKS: SlotIds = np.empty(0, np.uint32)
+_NONE = np.empty(0, np.int64)
 
 
 def device_blocks(slot_mapping: Any, count: int, tokens_per_block: int, limit: int) -> SlotIds:
@@ -66,7 +67,7 @@ class Request:
         "device_blocks",
         "kind",
         "matched",
-        "new_blocks",
+        "own",
         "run",
         "telemetry",
         "tokens",
@@ -88,7 +89,7 @@ class Request:
         self.kind, self.matched, self.run = plan.kind, plan.matched, run
         self.tokens, self.by_tier, self.device_blocks = tokens_per_block, by_tier, device_blocks
         self.telemetry = telemetry
-        self.new_blocks = len(run.arrived) - int(np.count_nonzero(run.arrived))
+        self.own = _NONE if plan.put is None else plan.put.positions  # not another put's blocks
         self.transfer = Transfer(
             plan.kind,
             plan.matched,
@@ -113,7 +114,7 @@ class Request:
         arrived = self.run.arrived
         prefix = len(arrived) if arrived.all() else int(np.argmin(arrived))
         if self.kind == "put":
-            self._conclude_put(prefix, int(np.count_nonzero(~arrived)), timed_out)
+            self._conclude_put(prefix, int(np.count_nonzero(~arrived[self.own])), timed_out)
             return
         if self.kind == "get":
             self.telemetry.add("loaded_blocks", prefix)
@@ -134,7 +135,8 @@ class Request:
         )
 
     def _conclude_put(self, prefix: int, lost: int, timed_out: bool) -> None:
-        self.telemetry.add("stored_blocks", self.new_blocks - lost)
+        new = len(self.own) - lost
+        self.telemetry.add("stored_blocks", new)
         if lost and (timed_out or not self.run.cancelled):
             why = "in time" if timed_out else "(see the log)"
             blocks = len(self.run.arrived)
@@ -145,10 +147,27 @@ class Request:
         self.transfer.settle(
             lambda elapsed_ms, exposed_ms: PutResult(
                 prefix * self.tokens,
-                (self.new_blocks - lost) * self.tokens,
+                new * self.tokens,
                 self.run.moved_bytes,
                 elapsed_ms,
                 exposed_ms,
                 self.run.cancelled,
             )
+        )
+
+    def report(self) -> None:
+        """Tell telemetry and log how the transfer ended."""
+        elapsed_ms, exposed_ms = self.transfer.elapsed()
+        add, observe = self.telemetry.add, self.telemetry.observe
+        add("transfers", 1, kind=self.kind, outcome=self.transfer.outcome)
+        observe("transfer_seconds", exposed_ms / 1e3, kind=self.kind, part="exposed")
+        hidden_ms = elapsed_ms - exposed_ms
+        observe("transfer_seconds", hidden_ms / 1e3, kind=self.kind, part="hidden")
+        log.debug(
+            "transfer.done",
+            kind=self.kind,
+            outcome=self.transfer.outcome,
+            size_bytes=self.run.moved_bytes,
+            elapsed_ms=elapsed_ms,
+            exposed_ms=exposed_ms,
         )

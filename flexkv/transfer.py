@@ -49,8 +49,8 @@ class GetResult:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What a put stored: `stored` tokens are readable in host memory, `new` of them came from this
-    put.
+    """What a put stored: the first `stored` tokens are readable in host memory, `new` tokens came
+    from this put; `stored` is short of the prompt when another put of the same blocks failed.
 
     When it is there, the engine may reuse its device slots. Times as in GetResult.
     """

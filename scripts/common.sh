@@ -39,7 +39,7 @@ install_flexkv() {
   wanted=$(fingerprint "$PWD" "$("$venv/bin/python" --version)" pyproject.toml flexkv/_core/*)
   if [[ "$(cat "$venv/.flexkv" 2>/dev/null)" != "$wanted" ]]; then
     say "building flexkv for $venv"
-    PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install -q --no-build-isolation --no-deps \
+    PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps \
       -C build-dir="build/${venv#.}" -e .
     echo "$wanted" >"$venv/.flexkv"
   fi

@@ -14,17 +14,17 @@ wanted=$(fingerprint "$("$python" --version)" "${TORCH:-}" pyproject.toml constr
 if [[ "$(cat $venv/.packages 2>/dev/null)" != "$wanted" ]]; then
   say "making $venv with $("$python" --version)"
   [[ -x $venv/bin/python ]] || "$python" -m venv $venv
-  $venv/bin/python -m pip install -q --upgrade pip
+  $venv/bin/python -m pip install -qq --upgrade pip
   constraints=constraints-cpu.txt
   if [[ -n "${TORCH:-}" ]]; then
     constraints=$venv/constraints.txt
     echo "torch==$TORCH" >$constraints
   fi
   say "installing $(tail -n 1 $constraints); this takes minutes the first time"
-  $venv/bin/python -m pip install -q -c $constraints torch
+  $venv/bin/python -m pip install -qq -c $constraints torch
   say "installing build tools and what flexkv needs"
   $venv/bin/python scripts/requirements.py build project test lint transformers plots uvloop >$venv/requirements.txt
-  $venv/bin/python -m pip install -q -c $constraints -r $venv/requirements.txt
+  $venv/bin/python -m pip install -qq -c $constraints -r $venv/requirements.txt
   echo "$wanted" >$venv/.packages
 fi
 install_flexkv $venv

@@ -17,7 +17,7 @@ for version in 3.12 3.13; do
     rm -rf $venv
     "$python" -m venv $venv
     $venv/bin/python scripts/requirements.py build project test --without torch >$venv/requirements.txt
-    $venv/bin/python -m pip install -q -r $venv/requirements.txt
+    $venv/bin/python -m pip install -qq -r $venv/requirements.txt
     echo "$wanted" >$venv/.packages
   fi
   install_flexkv $venv

@@ -15,7 +15,7 @@ _posix.cdef(
     "int sem_init(void *, int, unsigned); int sem_post(void *); int sem_wait(void *);"
     "int sem_destroy(void *);"
 )
-_libc = _posix.dlopen(None)
+_libc: Any = _posix.dlopen(None)
 
 
 @contextlib.contextmanager

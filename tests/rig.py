@@ -1,7 +1,8 @@
 """The test rig: a small cache, numpy device memory, blocks whose bytes tell what they are.
 
-`Rig.open`, `Rig.put`, `Rig.get`, `check_idle`; `pattern` (the bytes of a block). Block = 4 tokens,
-host 8 blocks, disk 32 blocks unless a test says otherwise.
+`open_rig`, `Rig.put`, `Rig.get`, `Rig.faults`, `check_idle`; `pattern` (the bytes of a block),
+`committed_records` (what is on disk, whoever has it open). Block = 4 tokens, host 8 blocks, disk 32
+blocks unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import FlexKVConfig, GetResult, KVManager, KVSpec
+from flexkv.backends.disk import DiskBackend
+from flexkv.backends.disk import format as disk_format
+from flexkv.testing.faults import Faults, inject
 from flexkv.transfer import Transfer
 
 TOKENS_PER_BLOCK = 4
@@ -69,6 +73,10 @@ class Device:
         for cache in self.caches.values():
             cache[:] = value
 
+    def is_wiped(self, value: int = 0xDEAD) -> bool:
+        """Whether everything still holds the sentinel."""
+        return all(bool((cache == value).all()) for cache in self.caches.values())
+
 
 def slots_of(blocks: Sequence[int]) -> list[int]:
     """Token slots of device blocks."""
@@ -81,6 +89,23 @@ class Rig:
     def __init__(self, kv: KVManager, device: Device) -> None:
         self.kv, self.device = kv, device
         kv.register(device.caches, axes="PBNHD")
+
+    @property
+    def store(self) -> Any:
+        """The backend of the disk tier."""
+        return self.kv._stack.engine.stores["disk"]
+
+    def faults(self) -> Faults:
+        """Put a layer of faults below the disk tier."""
+        return inject(self.store, self.kv._stack.arena)
+
+    def count(self, name: str, **labels: str) -> int:
+        """A counter of the manager."""
+        return int(self.kv.telemetry.value(name, **labels))
+
+    async def push_out(self, name: int = 900) -> None:
+        """Push everything else out of host memory: fill it with blocks of `name`."""
+        await self.put(prompt(name, self.kv.usage()["host"]["capacity"]))
 
     def start_put(self, tokens: Sequence[int], namespace: Any = None, first: int = 0) -> Transfer:
         """Write a prompt's blocks to device blocks first.. and start a put of them."""
@@ -118,6 +143,8 @@ class Rig:
         result: GetResult,
         targets: Sequence[int],
         namespace: Any = None,
+        *,
+        sentinel: int = 0xDEAD,
     ) -> None:
         """Check every loaded block against its pattern, and that unrelated device blocks are
         untouched.
@@ -127,9 +154,9 @@ class Rig:
             assert np.array_equal(self.device.read(block), pattern(tokens, i, namespace)), (
                 f"block {i} is wrong"
             )
-        sentinel = np.full(SPEC.block_bytes // 2, 0xDEAD, np.uint16).view(np.uint8)
+        wiped = np.full(SPEC.block_bytes // 2, sentinel, np.uint16).view(np.uint8)
         for block in set(range(self.device.blocks)) - set(targets):
-            assert np.array_equal(self.device.read(block), sentinel), (
+            assert np.array_equal(self.device.read(block), wiped), (
                 f"device block {block} was touched"
             )
 
@@ -147,7 +174,26 @@ def check_books(kv: KVManager) -> None:
     assert idle == dict.fromkeys(idle, 0)
     for name, tier in usage.items():
         assert tier["readable"] + tier["free"] == tier["capacity"], (name, tier)
+    store = kv._stack.engine.stores.get("disk")
+    if isinstance(store, DiskBackend):
+        assert store.used_blocks == usage["disk"]["readable"], "blocks outside the index"
+    for lane in kv._stack.engine.lanes.values():
+        assert (lane.in_flight, lane.waiting) == (0, 0), lane.name
     kv._stack.index.check_integrity()
+
+
+def committed_records(root: Path) -> int:
+    """Committed blocks below `root`, counted in the files themselves."""
+    total = 0
+    for path in root.rglob(disk_format.RECORDS_NAME):
+        content = path.read_bytes()
+        superblock = disk_format.Superblock.decode(content[: disk_format.SUPERBLOCK_BYTES])
+        records = np.frombuffer(
+            bytearray(content[disk_format.SUPERBLOCK_BYTES :]), disk_format.RECORD
+        )
+        states = disk_format.check(records, 0, superblock.seed)
+        total += int(np.count_nonzero(states == disk_format.GOOD))
+    return total
 
 
 @asynccontextmanager
@@ -158,6 +204,7 @@ async def open_rig(
     disk: int = 32,
     dirs: int = 1,
     device: int = 64,
+    device_backend: str = "cpu",
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Open a manager on `path` (no disk tier without one), and check its books when the test is
@@ -166,6 +213,7 @@ async def open_rig(
     config: dict[str, Any] = {
         "model": "test-model",
         "spec": SPEC,
+        "device": device_backend,
         "host_cache_bytes": host * STRIDE,
         "huge_pages": False,
         "staging_bytes": 4 * STRIDE,

@@ -52,6 +52,9 @@ def run(*words: str, code: int = 0) -> str:
         ["bench", "copy"],
         ["bench", "disk"],
         ["bench", "e2e"],
+        ["demo"],
+        ["disk", "inspect"],
+        ["disk", "verify"],
     ],
 )
 def test_every_command_has_help_with_an_example(words: list[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import random
 import select
 from collections.abc import Iterator
@@ -35,9 +37,12 @@ class Crew:
         return lib.fx_ticket_take(self.hub, 1)
 
     def wait(self, count: int = 1) -> list[tuple[int, int, int]]:
-        done, found = ffi.new("fx_done[]", 16), []
+        done = ffi.new("fx_done[]", 16)
+        found: list[tuple[int, int, int]] = []
         while len(found) < count:
             assert self.poll.poll(10_000), "no completion within 10 s"
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(lib.fx_hub_fd(self.hub))
             while taken := lib.fx_hub_drain(self.hub, done, 16):
                 found += [(done[i].ticket, done[i].failed, done[i].error) for i in range(taken)]
         return found
@@ -80,7 +85,7 @@ class Case:
         self.rows: list[tuple[int, int, NDArray[np.uint8]]] = []  # offset, segment, device as grid
         offset = rng.choice([0, 3, 64])
         self.memory = []
-        for plane in self.planes:
+        for plane in list(self.planes):
             size = segment or rng.choice(
                 [1, 7, 63, 64, 130, 255, 256, 300, 4096, 5000, 9000, 40000]
             )
@@ -103,7 +108,7 @@ class Case:
         self.stride = offset + rng.choice([0, 40])
         self.host = np.frombuffer(rng.randbytes(self.slots * self.stride), np.uint8).copy()
 
-    def arguments(self, to_device: bool) -> tuple[Any, ...]:
+    def arguments(self, to_device: bool) -> Any:
         slots, blocks = u32(self.slot_ids), u32(self.device_ids)
         host = (address(self.host), self.stride)
         return (self.planes, self.count, *host, slots, blocks, self.n, int(to_device))
@@ -159,8 +164,9 @@ def test_the_crew_copies_what_one_thread_copies(crew: Crew, to_device: bool) -> 
     tickets = []
     for case in cases:
         tickets.append(crew.ticket())
-        arguments = case.arguments(to_device)
-        assert lib.fx_crew_copy(crew.crew, *arguments, tickets[-1]) == 0
+        arguments: Any = case.arguments(to_device)
+        queued: Any = (crew.crew, *arguments, tickets[-1])
+        assert lib.fx_crew_copy(*queued) == 0
         ffi.memmove(arguments[4], bytes(4 * case.n), 4 * case.n)  # arrays are copied: ours may go
         ffi.memmove(arguments[5], bytes(4 * case.n), 4 * case.n)
     done = crew.wait(len(cases))
@@ -171,7 +177,8 @@ def test_the_crew_copies_what_one_thread_copies(crew: Crew, to_device: bool) -> 
 
 def test_nothing_to_do_completes_at_once(crew: Crew) -> None:
     ticket = crew.ticket()
-    assert lib.fx_crew_copy(crew.crew, ffi.NULL, 0, 0, 0, ffi.NULL, ffi.NULL, 0, 1, ticket) == 0
+    error = lib.fx_crew_copy(crew.crew, ffi.NULL, 0, 0, 0, ffi.NULL, ffi.NULL, 0, 1, ticket)
+    assert error == 0
     assert crew.wait() == [(ticket, 0, 0)]
 
 
@@ -216,8 +223,8 @@ def test_a_queue_that_fills_up_midway_costs_threads_only() -> None:
     places = range(0, 6 << 20, 1 << 20)
     with held(crew.crew):
         ticket = crew.ticket()
-        moves = (u64([address(array) + at for at in places]) for array in (source, target))
-        assert lib.fx_crew_move(crew.crew, *moves, 1 << 20, 6, ticket) == 0
+        sources, targets = (u64([address(a) + at for at in places]) for a in (source, target))
+        assert lib.fx_crew_move(crew.crew, sources, targets, 1 << 20, 6, ticket) == 0
     assert crew.wait() == [(ticket, 0, 0)]
     assert np.array_equal(source, target)
     crew.close()

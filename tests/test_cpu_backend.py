@@ -315,7 +315,7 @@ async def test_ids_that_are_no_block_numbers_are_refused() -> None:
         good = np.array([0], np.uint32)
         for bad in (np.array([-1]), np.array([0.0]), np.array([[0]]), np.array([1 << 32])):
             with pytest.raises(InputError, match="device block"):
-                await bench.backend.copy(BlockCopy(region, bad, good, False))  # type: ignore[arg-type]
+                await bench.backend.copy(BlockCopy(region, bad, good, False))
 
 
 async def test_a_region_larger_than_the_slots_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Index, leaf orders, policies and slot pools against a small model in plain Python, step by step."""
+"""Index, leaf orders, policies and slot pools against a small model in plain Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ABSENT, LANDING, READY = TierState.ABSENT, TierState.LANDING, TierState.READY
 
 
 class Model:
-    """What the index must do, said slowly. Blocks are paths; `state[tier][path]` is LANDING or READY."""
+    """What the index must do, said slowly. Blocks are paths; `state` has no ABSENT ones."""
 
     def __init__(self, policy: str, tiers: int) -> None:
         self.policy, self.pins, self.calls = policy, {}, 0
@@ -81,7 +81,7 @@ class Model:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Drive the index and the model with the same calls. Few labels, short prompts, a small table."""
+    """Drive index and model with the same calls: few labels, short prompts, a small table."""
 
     policy: ClassVar[str] = "lru"
     MAX_BLOCKS: ClassVar[int] = 24
@@ -101,12 +101,17 @@ class IndexMachine(RuleBasedStateMachine):
 
     def keys(self, prompt: Path) -> Any:
         """Readable keys: the path in base 8, shifted so that some share a home in the table."""
-        words = [[sum((n + 1) << (3 * i) for i, n in enumerate(prompt[:d])) << 4, d] for d in range(1, len(prompt) + 1)]
+        words = [
+            [sum((n + 1) << (3 * i) for i, n in enumerate(prompt[:d])) << 4, d]
+            for d in range(1, len(prompt) + 1)
+        ]
         return np.array(words, np.uint64).reshape(-1, 2)
 
     def known(self, prompt: Path) -> list[Path]:
         paths = [prompt[: i + 1] for i in range(len(prompt))]
-        return paths[: next((i for i, path in enumerate(paths) if path not in self.block), len(paths))]
+        return paths[
+            : next((i for i, path in enumerate(paths) if path not in self.block), len(paths))
+        ]
 
     def blocks(self, paths: list[Path]) -> Any:
         return np.array([self.block[path] for path in paths], np.uint32)
@@ -187,7 +192,11 @@ class IndexMachine(RuleBasedStateMachine):
             if here:
                 self.model.access(tier, here, self.now, hit=True)
 
-    @rule(tier=tier_numbers, count=st.integers(0, 12), how=st.sampled_from(["evict", "victims", "ask"]))
+    @rule(
+        tier=tier_numbers,
+        count=st.integers(0, 12),
+        how=st.sampled_from(["evict", "victims", "ask"]),
+    )
     def evict(self, tier: int, count: int, how: str) -> None:
         model, expected = self.model, []
         offered = self.index.victims(tier, count).tolist()
@@ -221,7 +230,11 @@ class IndexMachine(RuleBasedStateMachine):
         depths = np.array([len(row) - 1 for row in rows], np.uint32)
         slots = np.arange(len(rows), dtype=np.uint32)
         recovered = Recovered(keys, np.array(above, np.uint64).reshape(-1, 2), depths, slots)
-        here = [row for row in rows if all(row[:i] in rows or row[:i] in self.block for i in range(1, len(row)))]
+        here = [
+            row
+            for row in rows
+            if all(row[:i] in rows or row[:i] in self.block for i in range(1, len(row)))
+        ]
         if len(self.block) + sum(row not in self.block for row in here) > self.MAX_BLOCKS:
             return
         kept = self.index.restore(1, recovered, self.now)
@@ -248,7 +261,9 @@ class IndexMachine(RuleBasedStateMachine):
             assert pool.free + index.resident(tier) == pool.capacity
             states = [model.state[tier].get(path, ABSENT) for path in paths]
             assert index.states(tier, self.blocks(paths)).tolist() == states
-            assert index.slots(tier, self.blocks(paths)).tolist() == [self.slot[tier].get(p, NO_SLOT) for p in paths]
+            assert index.slots(tier, self.blocks(paths)).tolist() == [
+                self.slot[tier].get(p, NO_SLOT) for p in paths
+            ]
             free = [model.evictable(tier, path) for path in paths]
             assert index.evictable(tier, self.blocks(paths)).tolist() == free
         for path in paths:

@@ -15,8 +15,8 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys index order pool tier ledger planner"
-BODY = "completion memory lanes engine background plans request stack hosting transfer"
+BRAIN = "keys index order pool tier ledger spills planner"
+BODY = "completion memory lanes admission engine background plans request stack hosting transfer"
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
     "errors": "",
@@ -33,11 +33,13 @@ MAY_IMPORT = {
     "index": f"_core order protocols {VOCABULARY}",
     "tier": f"index pool {VOCABULARY}",
     "ledger": f"index pool tier protocols {VOCABULARY}",
-    "planner": f"index pool tier ledger protocols {VOCABULARY}",
+    "spills": f"index ledger {VOCABULARY}",
+    "planner": f"index pool tier ledger spills protocols {VOCABULARY}",
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "errors",
+    "admission": f"config lanes {VOCABULARY}",
     "engine": f"completion lanes pool protocols telemetry {VOCABULARY}",  # no backend, no index
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
@@ -68,7 +70,7 @@ OUTSIDE = {
     "typer": "cli",
     "rich": "cli",
     "pickle": "",
-    "time": "completion bench cli testing",
+    "time": "completion bench cli integration testing",
     "random": "testing bench cli",
 }
 

@@ -36,7 +36,8 @@ def test_slots_are_aligned_pages_of_zeros(huge_pages: bool) -> None:
     for slot in range(3):
         assert arena.address(slot) == arena.base + slot * 8192
         view = arena.view(slot)
-        assert (view.shape, view.dtype) == ((8192,), np.uint8)
+        assert view.shape == (8192,)
+        assert view.dtype == np.uint8
         assert view.__array_interface__["data"][0] == arena.address(slot)
         assert not view.any()
     assert arena.address(np.uint32(2)) == arena.base + 2 * 8192  # type: ignore[arg-type]

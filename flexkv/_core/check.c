@@ -10,14 +10,15 @@ static int by_number(const void *a, const void *b) {
 }
 
 static const char *check_entries(const fx_index *index, uint32_t *children) {
-  uint32_t alive = 0;
+  uint32_t alive = 0, listed = 0;
   uint64_t pins = 0;
   for (uint32_t block = 0; block < index->max_blocks; block++) {
     if (!fx_alive(index, block)) continue;
     const fx_node *node = &index->nodes[block];
     alive++;
     pins += node->pins;
-    if (fx_lookup(index, index->keys[block]) != block) return "a key does not find its entry";
+    if (fx_child(index, node->parent, index->keys[block]) != block) return "a key does not find its entry";
+    listed += !fx_follows(block, node->parent);
     if (node->parent == FX_NONE) {
       if (node->depth) return "a first block has a depth";
       continue;
@@ -34,7 +35,7 @@ static const char *check_entries(const fx_index *index, uint32_t *children) {
     if (fx_alive(index, block) && children[block] != index->nodes[block].children) return "a child count is wrong";
   uint64_t cells = 0;
   for (uint64_t at = 0; at <= index->table_mask; at++) cells += index->table[at] != FX_VACANT;
-  return cells == alive ? NULL : "the table holds cells of dead entries";
+  return cells == listed ? NULL : "the table holds cells of dead entries";
 }
 
 static const char *check_residency(const fx_index *index, uint32_t number, uint32_t *kids, uint32_t *slots) {
@@ -43,7 +44,7 @@ static const char *check_residency(const fx_index *index, uint32_t number, uint3
   for (uint32_t block = 0; block < index->max_blocks; block++) {
     fx_mask mask = index->masks[block];
     if (!fx_alive(index, block)) {
-      if (mask.ready | mask.landing | mask.heaped) return "a dead entry has residency";
+      if (mask.ready | mask.landing | mask.queued) return "a dead entry has residency";
       continue;
     }
     if (mask.ready & mask.landing) return "a block is READY and LANDING in one tier";
@@ -63,22 +64,40 @@ static const char *check_residency(const fx_index *index, uint32_t number, uint3
   return NULL;
 }
 
+static int comes_before(fx_standing a, fx_standing b) {
+  return a.rank < b.rank || (a.rank == b.rank && a.stamp < b.stamp);
+}
+
+static const char *check_list(const fx_index *index, uint32_t number, uint32_t *listed) {
+  const fx_tier *tier = &index->tier[number];
+  uint32_t before = FX_NONE;
+  *listed = 0;
+  for (uint32_t block = tier->first; block != FX_NONE; before = block, block = tier->spot[block].next) {
+    if (!fx_alive(index, block) || !(index->masks[block].queued >> number & 1)) return "a list holds a stranger";
+    if (tier->spot[block].prev != before) return "a list is torn";
+    if (before != FX_NONE && !comes_before(tier->standing[before], tier->standing[block])) return "a list descends";
+    if (++*listed > index->count) return "a list is endless";
+  }
+  return tier->last == before ? NULL : "a list ends elsewhere";
+}
+
 static const char *check_order(const fx_index *index, uint32_t number) {
   const fx_tier *tier = &index->tier[number];
-  uint32_t heaped = 0;
+  uint32_t queued = 0, listed;
+  const char *wrong = check_list(index, number, &listed);
+  if (wrong) return wrong;
   for (uint32_t block = 0; block < index->max_blocks; block++) {
     if (!fx_alive(index, block)) continue;
-    if (index->masks[block].heaped != fx_evictable(index, block)) return "an order and the rule of eviction differ";
-    if (!(index->masks[block].heaped >> number & 1)) continue;
-    heaped++;
-    uint32_t place = tier->place[block];
+    if (index->masks[block].queued != fx_evictable(index, block)) return "an order and the rule of eviction differ";
+    if (!(index->masks[block].queued >> number & 1)) continue;
+    queued++;
+    if (tier->spot[block].next != FX_IN_HEAP) continue;
+    uint32_t place = tier->spot[block].prev;
     if (place < FX_ROOT || place >= tier->end) return "a place lies outside its heap";
     if (memcmp(&tier->heap[place], &tier->standing[block], sizeof(fx_standing))) return "a heap holds an old rank";
-    if (place == FX_ROOT) continue;
-    fx_standing here = tier->heap[place], above = tier->heap[place / 4 + 2];
-    if (here.rank < above.rank || (here.rank == above.rank && here.stamp < above.stamp)) return "a heap is not one";
+    if (place > FX_ROOT && comes_before(tier->heap[place], tier->heap[place / 4 + 2])) return "a heap is not one";
   }
-  return heaped == tier->end - FX_ROOT ? NULL : "a heap holds blocks it should not";
+  return queued == listed + tier->end - FX_ROOT ? NULL : "an order holds blocks it should not";
 }
 
 const char *fx_index_check(const fx_index *index) {

@@ -26,7 +26,7 @@ static size_t lay_out(fx_index *index, char *base) {
     fx_tier *tier = &index->tier[t];
     tier->slot = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
     tier->kids = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
-    tier->place = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
+    tier->spot = (fx_spot *)(base + carve(&used, n, sizeof(fx_spot)));
     tier->standing = (fx_standing *)(base + carve(&used, n, sizeof(fx_standing)));
     tier->heap = (fx_standing *)(base + carve(&used, n + FX_ROOT + 1, sizeof(fx_standing)));
   }
@@ -46,6 +46,7 @@ static void make_empty(fx_index *index) {
     fx_tier *tier = &index->tier[t];
     memset(tier->kids, 0, (size_t)index->max_blocks * sizeof *tier->kids);
     memset(tier->standing, 0, (size_t)index->max_blocks * sizeof *tier->standing);
+    tier->first = tier->last = FX_NONE;
     tier->end = FX_ROOT;
     tier->resident = 0;
     tier->calls = 0;
@@ -56,8 +57,8 @@ fx_index *fx_index_open(uint32_t max_blocks, uint32_t tiers) {
   if (tiers < 1 || tiers > FX_MAX_TIERS || max_blocks > 1u << 30) return NULL;
   fx_index *index = calloc(1, sizeof *index);
   if (!index) return NULL;
-  uint64_t cells = 16; /* at least twice the entries: short probes */
-  while (cells < 2 * (uint64_t)max_blocks) cells *= 2;
+  uint64_t cells = 16; /* four times the entries: probes mostly end where they begin, and so do removals */
+  while (cells < 4 * (uint64_t)max_blocks) cells *= 2;
   index->max_blocks = max_blocks;
   index->tiers = tiers;
   index->table_mask = (uint32_t)(cells - 1);
@@ -96,6 +97,7 @@ uint64_t fx_index_pinned(const fx_index *index) { return index->pinned; }
 /* ---- the table ---- */
 
 static void table_add(fx_index *index, uint32_t block) {
+  if (fx_follows(block, index->nodes[block].parent)) return;
   uint32_t tag = (uint32_t)index->keys[block].lo, at = tag & index->table_mask;
   while (index->table[at] != FX_VACANT) at = (at + 1) & index->table_mask;
   index->table[at] = (uint64_t)tag << 32 | block;
@@ -103,6 +105,7 @@ static void table_add(fx_index *index, uint32_t block) {
 
 /* Remove a cell and move later ones of the cluster back, so that no tombstones pile up over months of eviction. */
 static void table_remove(fx_index *index, uint32_t block) {
+  if (fx_follows(block, index->nodes[block].parent)) return;
   uint32_t mask = index->table_mask, hole = (uint32_t)index->keys[block].lo & mask;
   while ((uint32_t)index->table[hole] != block) hole = (hole + 1) & mask;
   for (uint32_t at = (hole + 1) & mask;; at = (at + 1) & mask) {
@@ -135,18 +138,22 @@ void fx_give_loose(fx_index *index) {
   index->loose_count = 0;
 }
 
-/* Entries of a chain are freed leaf first: gather them into one run before giving them back. */
+/* Entries of a chain are freed leaf first: gather neighbours into one run before giving them back. */
 void fx_entry_free(fx_index *index, uint32_t block) {
   table_remove(index, block);
   index->nodes[block].parent = FX_UNUSED;
   index->count--;
+  if (index->loose_count && block == index->loose_start + index->loose_count) {
+    index->loose_count++;
+    return;
+  }
   if (index->loose_count && block + 1 != index->loose_start) fx_give_loose(index);
   index->loose_start = block;
   index->loose_count++;
 }
 
-void fx_prune(fx_index *index, uint32_t block) {
-  while (block != FX_NONE && fx_is_empty(index, block)) {
+void fx_prune(fx_index *index, uint32_t block, uint32_t next) {
+  while (block != FX_NONE && block != next && fx_is_empty(index, block)) {
     uint32_t parent = index->nodes[block].parent;
     fx_entry_free(index, block);
     if (parent != FX_NONE) {
@@ -157,29 +164,14 @@ void fx_prune(fx_index *index, uint32_t block) {
   }
 }
 
-/* Undo an insert of n blocks of which `done` have become entries. */
-static void take_back(fx_index *index, const uint32_t *blocks, uint32_t done, uint32_t n) {
-  for (uint32_t i = done; i < n; i++) fx_runs_give_run(index->runs, blocks[i], 1);
-  for (uint32_t i = done; i-- > 0;) {
-    uint32_t parent = index->nodes[blocks[i]].parent;
-    if (parent != FX_NONE) index->nodes[parent].children--;
-    fx_entry_free(index, blocks[i]);
-  }
-  fx_give_loose(index);
-}
-
+/* Only the first key is looked up: a chained key is known only below its parent, and below a new entry is nothing. */
 int fx_index_insert(fx_index *index, const uint64_t *words, uint32_t n, uint32_t parent, uint32_t *blocks) {
   const fx_key *keys = (const fx_key *)words;
   if (parent != FX_NONE && !fx_alive(index, parent)) return FX_INDEX_NO_BLOCK;
-  for (uint32_t i = 0; i < n && i < FX_AHEAD; i++) fx_prefetch_cell(index, keys[i]);
+  if (n && fx_child(index, parent, keys[0]) != FX_NONE) return FX_INDEX_KNOWN;
   if (fx_runs_take(index->runs, n, parent == FX_NONE ? FX_NONE : parent + 1, blocks)) return FX_INDEX_FULL;
   uint32_t above = parent;
   for (uint32_t i = 0; i < n; i++) {
-    if (i + FX_AHEAD < n) fx_prefetch_cell(index, keys[i + FX_AHEAD]);
-    if (fx_lookup(index, keys[i]) != FX_NONE) {
-      take_back(index, blocks, i, n);
-      return FX_INDEX_KNOWN;
-    }
     fx_entry_add(index, blocks[i], keys[i], above);
     above = blocks[i];
   }
@@ -192,6 +184,7 @@ static inline __attribute__((always_inline)) uint32_t walk(const fx_index *index
   uint32_t block = FX_NONE, i = 0;
   for (; i < n; i++) {
     uint32_t guess = block + 1; /* entry 0 for the first; one spare entry beyond the last is never alive */
+    if (i % 4 == 0) __builtin_prefetch(&index->keys[guess + FX_RUN_AHEAD]); /* past the ends of pages, too */
     if (fx_same(index->keys[guess], keys[i]) && (readable ? index->masks[guess].ready : fx_alive(index, guess)))
       block = guess;
     else
@@ -227,7 +220,7 @@ void fx_occupy(fx_index *index, uint32_t tier, uint32_t block, uint32_t slot) {
   index->masks[block].landing |= (uint8_t)(1u << tier);
   if (parent != FX_NONE && !to->kids[parent]++) {
     index->masks[parent].busy |= (uint8_t)(1u << tier);
-    fx_index_settle_tier(index, tier, parent);
+    fx_index_settle(index, parent);
   }
 }
 
@@ -278,10 +271,11 @@ static void vacate(fx_index *index, uint32_t tier, uint32_t block) {
 static void prune_all(fx_index *index, const uint32_t *blocks, uint32_t n) {
   int leaves_first = n > 1 && fx_alive(index, blocks[0]) && index->nodes[blocks[0]].parent == blocks[1];
   for (uint32_t i = 0; i < n + FX_AHEAD; i++) {
-    if (i < n) fx_prefetch_cell(index, index->keys[blocks[leaves_first ? i : n - 1 - i]]);
+    if (i < n) fx_prefetch_free(index, blocks[leaves_first ? i : n - 1 - i]);
     if (i < FX_AHEAD) continue;
-    uint32_t at = i - FX_AHEAD, block = blocks[leaves_first ? at : n - 1 - at];
-    if (fx_alive(index, block)) fx_prune(index, block);
+    uint32_t at = i - FX_AHEAD, block = blocks[leaves_first ? at : n - 1 - at], next = FX_NONE;
+    if (at + 1 < n) next = blocks[leaves_first ? at + 1 : n - 2 - at];
+    if (fx_alive(index, block)) fx_prune(index, block, next);
   }
   fx_give_loose(index);
 }
@@ -349,13 +343,27 @@ int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32
   return found;
 }
 
+int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
+                         uint32_t *found, uint32_t limit) {
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    if (blocks[i] != FX_NONE && !fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    for (uint32_t block = blocks[i]; block != FX_NONE && count < limit; block = index->nodes[block].parent) {
+      fx_mask mask = index->masks[block];
+      if (!(mask.ready >> tier & 1) || ((mask.ready | mask.landing) >> lower & 1)) break;
+      found[count++] = block;
+    }
+  }
+  return count;
+}
+
 /* ---- pins ---- */
 
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n) {
   if (!all_alive(index, blocks, n)) return FX_INDEX_NO_BLOCK;
   for (uint32_t i = 0; i < n; i++) {
     index->nodes[blocks[i]].pins++;
-    if (index->masks[blocks[i]].heaped) fx_index_settle(index, blocks[i]);
+    if (index->masks[blocks[i]].queued) fx_index_settle(index, blocks[i]);
   }
   index->pinned += n;
   return 0;

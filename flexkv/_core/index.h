@@ -35,7 +35,7 @@ uint64_t fx_index_pinned(const fx_index *index);
 uint32_t fx_index_match(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks);
 uint32_t fx_index_find(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks);
 
-/* Chain n new entries below `parent`. */
+/* Chain n new entries below `parent`; FX_INDEX_KNOWN when the first key is there already. */
 int fx_index_insert(fx_index *index, const uint64_t *keys, uint32_t n, uint32_t parent, uint32_t *blocks);
 
 /* Residency. On FX_INDEX_STATE (a block given twice) the blocks before it have changed. */
@@ -54,6 +54,11 @@ uint32_t fx_index_all(const fx_index *index, uint32_t tier, uint32_t *blocks);
 
 /* How many of the last blocks of a chain nothing else uses: not pinned, LANDING nowhere, no other child. */
 int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32_t n);
+
+/* `blocks` (0xFFFFFFFF is none) and their ancestors, upwards to the first that is not READY in `tier` or is not ABSENT
+ * in `lower`; at most `limit`, oftener than once where paths join. Returns how many. */
+int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
+                         uint32_t *found, uint32_t limit);
 
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n);
 int fx_index_unpin(fx_index *index, const uint32_t *blocks, uint32_t n); /* prunes what has nothing left */

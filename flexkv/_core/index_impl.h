@@ -11,7 +11,8 @@
 #define FX_MAX_TIERS 8u
 #define FX_VACANT (~0ull)   /* table cell without an entry */
 #define FX_ROOT 3u          /* first place of a heap: children of i are 4(i-2)..4(i-2)+3, one cache line */
-#define FX_AHEAD 12u        /* table cells to prefetch ahead */
+#define FX_AHEAD 24u        /* table cells to prefetch ahead */
+#define FX_RUN_AHEAD 128u    /* keys to prefetch ahead of a match, in case the run goes on */
 
 typedef struct {
   uint64_t lo, hi;
@@ -29,7 +30,7 @@ typedef struct {
   uint8_t ready;
   uint8_t landing;
   uint8_t busy;   /* has a child READY or LANDING there */
-  uint8_t heaped; /* is in the tier's heap: evictable there */
+  uint8_t queued; /* is in the tier's order: evictable there */
 } fx_mask;
 
 /* Where a block stands in a tier's order: rank (made comparable), then call number and block number. */
@@ -37,11 +38,18 @@ typedef struct {
   uint64_t stamp, rank;
 } fx_standing;
 
+/* Where an evictable block is kept: in the list (its neighbours there) or in the heap (FX_IN_HEAP and its place). */
+typedef struct {
+  uint32_t next, prev;
+} fx_spot;
+#define FX_IN_HEAP 0xFFFFFFFEu
+
 typedef struct {
   uint32_t *slot;
-  uint32_t *kids;  /* children READY or LANDING in this tier */
-  uint32_t *place; /* in the heap, where heaped */
+  uint32_t *kids; /* children READY or LANDING in this tier */
   fx_standing *standing;
+  fx_spot *spot;
+  uint32_t first, last; /* of the list, which ascends; FX_NONE when it is empty */
   fx_standing *heap;
   uint32_t end; /* first free place of the heap */
   uint32_t resident;
@@ -75,8 +83,15 @@ static inline fx_standing fx_unranked(uint32_t block) { return (fx_standing){blo
 
 static inline int fx_same(fx_key a, fx_key b) { return a.lo == b.lo && a.hi == b.hi; }
 
-static inline void fx_prefetch_cell(const fx_index *index, fx_key key) {
-  __builtin_prefetch(&index->table[(uint32_t)key.lo & index->table_mask], 1);
+/* An entry that follows its parent is found from there and needs no cell in the table. (FX_NONE + 1 is 0: entry 0
+ * follows "no parent".) A chain of new blocks so costs one cell, not one a block. */
+static inline int fx_follows(uint32_t block, uint32_t parent) { return parent + 1 == block; }
+
+/* Fetch what freeing the block will touch outside of its own entry. */
+static inline void fx_prefetch_free(const fx_index *index, uint32_t block) {
+  if (fx_follows(block, index->nodes[block].parent)) return;
+  __builtin_prefetch(&index->table[(uint32_t)index->keys[block].lo & index->table_mask], 1);
+  fx_runs_prefetch(index->runs, block);
 }
 
 static inline uint32_t fx_lookup(const fx_index *index, fx_key key) {
@@ -86,6 +101,13 @@ static inline uint32_t fx_lookup(const fx_index *index, fx_key key) {
     if (cell == FX_VACANT) return FX_NONE;
     if (cell >> 32 == (uint32_t)key.lo && fx_same(index->keys[(uint32_t)cell], key)) return (uint32_t)cell;
   }
+}
+
+/* The child of `parent` (FX_NONE: the first block) that has this key, or FX_NONE. */
+static inline uint32_t fx_child(const fx_index *index, uint32_t parent, fx_key key) {
+  uint32_t guess = parent + 1; /* at most max_blocks: a spare entry that is never alive */
+  if (fx_same(index->keys[guess], key) && fx_alive(index, guess)) return guess;
+  return fx_lookup(index, key);
 }
 
 /* No residency, no child: only pins (and ancestors' interest in it) can keep the entry. */
@@ -108,9 +130,14 @@ static inline unsigned fx_evictable(const fx_index *index, uint32_t block) {
   return node->children && only_here ? 0 : leaf;
 }
 
-/* order.c: bring the heaps in line with fx_evictable (all tiers, or one). */
-void fx_index_settle(fx_index *index, uint32_t block);
-void fx_index_settle_tier(fx_index *index, uint32_t tier, uint32_t block);
+/* order.c: bring the orders of the tiers whose bit is set in line with fx_evictable. */
+void fx_index_requeue(fx_index *index, uint32_t block, unsigned tiers);
+
+/* After any change to a block's masks, pins or children. */
+static inline void fx_index_settle(fx_index *index, uint32_t block) {
+  unsigned differ = fx_evictable(index, block) ^ index->masks[block].queued;
+  if (differ) fx_index_requeue(index, block, differ);
+}
 /* order.c: set ranks; the caller has checked `block`. */
 uint64_t fx_order_call(fx_index *index, uint32_t tier);
 void fx_order_set(fx_index *index, uint32_t tier, uint32_t block, double value, uint64_t call);
@@ -118,7 +145,8 @@ void fx_order_set(fx_index *index, uint32_t tier, uint32_t block, double value, 
 /* index.c */
 void fx_entry_add(fx_index *index, uint32_t block, fx_key key, uint32_t parent);
 void fx_occupy(fx_index *index, uint32_t tier, uint32_t block, uint32_t slot); /* ABSENT -> LANDING */
-void fx_prune(fx_index *index, uint32_t block); /* if empty, and then its ancestors */
+/* Free the block if it is empty, and then its ancestors up to (not including) `next`, whose turn comes anyway. */
+void fx_prune(fx_index *index, uint32_t block, uint32_t next);
 void fx_entry_free(fx_index *index, uint32_t block);
 void fx_give_loose(fx_index *index);
 #endif

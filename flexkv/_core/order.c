@@ -1,10 +1,16 @@
-/* Who leaves first: one 4-ary heap per tier that holds exactly the blocks the tier could evict now.
+/* Who leaves first: one order per tier of exactly the blocks the tier could evict now.
  *
- * When a victim leaves, its parent usually becomes evictable with a rank that is not larger: it takes the victim's
- * place in the heap, so a chain is evicted at O(1) per block. Blocks that are not evictable keep their rank beside. */
+ * An order is a list that ascends and a 4-ary heap beside it; the next victim is the smaller of their first blocks. A
+ * block that is not smaller than the list's last, or smaller than its first, joins the list in O(1): under lru, fifo,
+ * mru and filo that is nearly every block. Others go to the heap.
+ *
+ * When a victim leaves, its parent usually becomes evictable with a rank that is not larger: it is the next victim and
+ * joins nothing at all, so a chain costs O(1) per block. Blocks that are not evictable keep their rank beside. */
 #include <string.h>
 
 #include "index_impl.h"
+
+#define FX_SCOUT 8 /* ancestors to look ahead while a chain is evicted */
 
 static inline uint32_t block_of(const fx_index *index, fx_standing standing) {
   return (uint32_t)(standing.stamp & ((1ull << index->block_bits) - 1));
@@ -19,7 +25,7 @@ static inline int before(fx_standing a, fx_standing b) {
 
 static inline void put(fx_index *index, fx_tier *tier, uint32_t place, fx_standing standing) {
   tier->heap[place] = standing;
-  tier->place[block_of(index, standing)] = place;
+  tier->spot[block_of(index, standing)] = (fx_spot){FX_IN_HEAP, place};
 }
 
 static void sift_up(fx_index *index, fx_tier *tier, uint32_t place, fx_standing standing) {
@@ -61,29 +67,64 @@ static void settle_place(fx_index *index, fx_tier *tier, uint32_t place, fx_stan
     sift_down(index, tier, place, standing);
 }
 
-static void heap_push(fx_index *index, fx_tier *tier, uint32_t block) {
-  sift_up(index, tier, tier->end++, tier->standing[block]);
-}
-
 static void heap_remove(fx_index *index, fx_tier *tier, uint32_t place) {
   uint32_t last = --tier->end;
   if (place != last) settle_place(index, tier, place, tier->heap[last]);
 }
 
-void fx_index_settle_tier(fx_index *index, uint32_t tier, uint32_t block) {
-  uint8_t bit = (uint8_t)(1u << tier);
-  fx_mask *mask = &index->masks[block];
-  if (!((fx_evictable(index, block) ^ mask->heaped) & bit)) return;
-  mask->heaped ^= bit;
-  if (mask->heaped & bit)
-    heap_push(index, &index->tier[tier], block);
-  else
-    heap_remove(index, &index->tier[tier], index->tier[tier].place[block]);
+static inline int fits_list(const fx_tier *tier, fx_standing standing) {
+  return tier->last == FX_NONE || !before(standing, tier->standing[tier->last]) ||
+         before(standing, tier->standing[tier->first]);
 }
 
-void fx_index_settle(fx_index *index, uint32_t block) {
-  unsigned differ = fx_evictable(index, block) ^ index->masks[block].heaped;
-  for (; differ; differ &= differ - 1) fx_index_settle_tier(index, (uint32_t)__builtin_ctz(differ), block);
+/* Put a block that is evictable into the order. */
+static void join(fx_index *index, fx_tier *tier, uint32_t block) {
+  fx_standing standing = tier->standing[block];
+  if (!fits_list(tier, standing)) {
+    sift_up(index, tier, tier->end++, standing);
+  } else if (tier->last == FX_NONE) {
+    tier->spot[block] = (fx_spot){FX_NONE, FX_NONE};
+    tier->first = tier->last = block;
+  } else if (before(standing, tier->standing[tier->first])) {
+    tier->spot[block] = (fx_spot){tier->first, FX_NONE};
+    tier->first = tier->spot[tier->first].prev = block;
+  } else {
+    tier->spot[block] = (fx_spot){FX_NONE, tier->last};
+    tier->last = tier->spot[tier->last].next = block;
+  }
+}
+
+/* Take a block out of the order. */
+static void part(fx_index *index, fx_tier *tier, uint32_t block) {
+  fx_spot spot = tier->spot[block];
+  if (spot.next == FX_IN_HEAP) {
+    heap_remove(index, tier, spot.prev);
+    return;
+  }
+  *(spot.prev == FX_NONE ? &tier->first : &tier->spot[spot.prev].next) = spot.next;
+  *(spot.next == FX_NONE ? &tier->last : &tier->spot[spot.next].prev) = spot.prev;
+}
+
+/* `next` takes the place of `block`; both may stand anywhere. */
+static void succeed(fx_index *index, fx_tier *tier, uint32_t block, uint32_t next) {
+  fx_spot spot = tier->spot[block];
+  if (spot.next == FX_IN_HEAP && !fits_list(tier, tier->standing[next])) {
+    settle_place(index, tier, spot.prev, tier->standing[next]);
+    return;
+  }
+  part(index, tier, block);
+  join(index, tier, next);
+}
+
+void fx_index_requeue(fx_index *index, uint32_t block, unsigned tiers) {
+  for (; tiers; tiers &= tiers - 1) {
+    uint32_t tier = (uint32_t)__builtin_ctz(tiers);
+    index->masks[block].queued ^= (uint8_t)(1u << tier);
+    if (index->masks[block].queued >> tier & 1)
+      join(index, &index->tier[tier], block);
+    else
+      part(index, &index->tier[tier], block);
+  }
 }
 
 /* ---- ranks ---- */
@@ -115,8 +156,16 @@ static inline double rank_of(uint64_t rank) {
 
 static inline void stand(fx_index *index, uint32_t tier_number, uint32_t block, fx_standing standing) {
   fx_tier *tier = &index->tier[tier_number];
-  tier->standing[block] = standing;
-  if (index->masks[block].heaped >> tier_number & 1) settle_place(index, tier, tier->place[block], standing);
+  if (!(index->masks[block].queued >> tier_number & 1)) {
+    tier->standing[block] = standing;
+  } else if (tier->spot[block].next == FX_IN_HEAP) {
+    tier->standing[block] = standing;
+    succeed(index, tier, block, block);
+  } else {
+    part(index, tier, block); /* before its rank changes: the list's ends must not lie */
+    tier->standing[block] = standing;
+    join(index, tier, block);
+  }
 }
 
 void fx_order_set(fx_index *index, uint32_t tier, uint32_t block, double value, uint64_t call) {
@@ -153,29 +202,34 @@ int fx_order_ranks(const fx_index *index, uint32_t tier, const uint32_t *blocks,
 
 /* ---- taking ---- */
 
-/* The block leaves the tier on trial: readiness and counts change as if it had gone, entries and slots stay. */
-static void release(fx_index *index, uint32_t tier_number, uint32_t block) {
-  fx_tier *tier = &index->tier[tier_number];
-  uint8_t keep = (uint8_t) ~(1u << tier_number);
-  uint32_t parent = index->nodes[block].parent, place = tier->place[block], changed = parent;
+/* The block leaves the tier on trial: readiness and counts change as if it had gone, entries and slots stay. Returns
+ * the ancestor that became evictable by this, or FX_NONE; the order is left to the caller. */
+static inline uint32_t leave(fx_index *index, uint32_t tier, uint32_t block) {
+  uint8_t keep = (uint8_t) ~(1u << tier);
+  uint32_t parent = index->nodes[block].parent, changed = parent;
   index->masks[block].ready &= keep;
-  index->masks[block].heaped &= keep;
-  if (parent != FX_NONE) {
-    if (!--tier->kids[parent]) index->masks[parent].busy &= keep;
-    /* An entry without anything left goes, and then maybe the ghosts above it. */
-    for (uint32_t gone = block; changed != FX_NONE && fx_is_empty(index, gone); changed = index->nodes[gone].parent) {
-      index->nodes[changed].children--;
-      gone = changed;
-      if (!fx_is_empty(index, gone)) break;
-    }
-    if (changed != FX_NONE && !(index->masks[changed].heaped >> tier_number & 1) &&
-        (fx_evictable(index, changed) >> tier_number & 1)) {
-      index->masks[changed].heaped |= (uint8_t)~keep;
-      settle_place(index, tier, place, tier->standing[changed]);
-      return;
-    }
+  index->masks[block].queued &= keep;
+  if (parent == FX_NONE) return FX_NONE;
+  if (!--index->tier[tier].kids[parent]) index->masks[parent].busy &= keep;
+  /* An entry without anything left goes, and then maybe the ghosts above it. */
+  for (uint32_t gone = block; fx_is_empty(index, gone); changed = index->nodes[gone].parent) {
+    if (changed == FX_NONE) return FX_NONE;
+    index->nodes[changed].children--;
+    gone = changed;
+    if (!fx_is_empty(index, gone)) break;
   }
-  heap_remove(index, tier, place);
+  if ((index->masks[changed].queued | ~fx_evictable(index, changed)) >> tier & 1) return FX_NONE;
+  index->masks[changed].queued |= (uint8_t)~keep;
+  return changed;
+}
+
+/* The same, and the order follows. */
+static void release(fx_index *index, uint32_t tier_number, uint32_t block) {
+  uint32_t next = leave(index, tier_number, block);
+  if (next == FX_NONE)
+    part(index, &index->tier[tier_number], block);
+  else
+    succeed(index, &index->tier[tier_number], block, next);
 }
 
 /* Undo the latest release. */
@@ -192,21 +246,66 @@ static void bring_back(fx_index *index, uint32_t tier_number, uint32_t block) {
   }
   if (parent != FX_NONE && !tier->kids[parent]++) index->masks[parent].busy |= bit;
   index->masks[block].ready |= bit;
-  index->masks[block].heaped |= bit;
-  if (changed != FX_NONE && (index->masks[changed].heaped & bit) && !(fx_evictable(index, changed) & bit)) {
-    index->masks[changed].heaped &= (uint8_t)~bit;
-    settle_place(index, tier, tier->place[changed], tier->standing[block]);
+  index->masks[block].queued |= bit;
+  if (changed != FX_NONE && (index->masks[changed].queued & bit) && !(fx_evictable(index, changed) & bit)) {
+    index->masks[changed].queued &= (uint8_t)~bit;
+    succeed(index, tier, changed, block);
   } else {
-    heap_push(index, tier, block);
+    join(index, tier, block);
   }
 }
 
-static uint32_t take(fx_index *index, uint32_t tier, uint32_t count) {
+/* Fetch what it will take to evict a block and its ancestors, which mostly lie right before it. */
+static inline void prefetch_victim(const fx_index *index, const fx_tier *tier, uint32_t block) {
+  if (block >= index->max_blocks) return;
+  __builtin_prefetch(&index->nodes[block], 1);
+  __builtin_prefetch(&index->masks[block], 1);
+  __builtin_prefetch(&tier->kids[block], 1);
+  __builtin_prefetch(&tier->standing[block]);
+}
+
+static const fx_standing LAST = {~0ull, ~0ull};
+
+/* The first of the heap's root and the list's first, and in `rival` who is next. */
+static uint32_t foremost(const fx_index *index, const fx_tier *tier, fx_standing *rival) {
+  fx_standing root = tier->end > FX_ROOT ? tier->heap[FX_ROOT] : LAST;
+  uint32_t first = tier->first, second = first == FX_NONE ? FX_NONE : tier->spot[first].next;
+  fx_standing listed = first == FX_NONE ? LAST : tier->standing[first];
+  if (before(listed, root)) {
+    *rival = second != FX_NONE && before(tier->standing[second], root) ? tier->standing[second] : root;
+    prefetch_victim(index, tier, second);
+    return first;
+  }
+  *rival = listed;
+  for (uint32_t place = FX_ROOT + 1; place < FX_ROOT + 5 && place < tier->end; place++) {
+    prefetch_victim(index, tier, block_of(index, tier->heap[place]));
+    if (before(tier->heap[place], *rival)) *rival = tier->heap[place];
+  }
+  return tier->end > FX_ROOT ? block_of(index, root) : FX_NONE;
+}
+
+static uint32_t take(fx_index *index, uint32_t tier_number, uint32_t count) {
+  fx_tier *tier = &index->tier[tier_number];
   uint32_t taken = 0;
-  for (; taken < count && index->tier[tier].end > FX_ROOT; taken++) {
-    uint32_t block = block_of(index, index->tier[tier].heap[FX_ROOT]);
-    release(index, tier, block);
-    index->trial[index->trials++] = block;
+  while (taken < count) {
+    fx_standing rival;
+    uint32_t first = foremost(index, tier, &rival), block = first, next = FX_NONE, scout = first;
+    if (first == FX_NONE) break;
+    for (int i = 0; i < FX_SCOUT && scout != FX_NONE; i++) scout = index->nodes[scout].parent;
+    for (;; block = next) { /* up the chain, without touching the order, while nobody else comes before */
+      if (scout != FX_NONE) {
+        prefetch_victim(index, tier, scout);
+        scout = index->nodes[scout].parent;
+      }
+      next = leave(index, tier_number, block);
+      index->trial[index->trials++] = block;
+      taken++;
+      if (next == FX_NONE || taken == count || !before(tier->standing[next], rival)) break;
+    }
+    if (next == FX_NONE)
+      part(index, tier, first);
+    else
+      succeed(index, tier, first, next);
   }
   return taken;
 }
@@ -223,7 +322,7 @@ int64_t fx_trial_accept(fx_index *index, uint32_t tier, const uint32_t *blocks, 
   uint32_t taken = 0;
   for (uint32_t i = 0; i < n && taken < count; i++) {
     if (blocks[i] >= index->max_blocks) return FX_INDEX_NO_BLOCK;
-    if (!(index->masks[blocks[i]].heaped >> tier & 1)) continue;
+    if (!(index->masks[blocks[i]].queued >> tier & 1)) continue;
     release(index, tier, blocks[i]);
     index->trial[index->trials++] = accepted[taken++] = blocks[i];
   }
@@ -234,10 +333,10 @@ void fx_trial_end(fx_index *index, uint32_t tier) {
   while (index->trials) bring_back(index, tier, index->trial[--index->trials]);
 }
 
-/* The victim's entry goes if nothing is left, then the ghosts above it; the other tiers' orders learn of it. Child
- * counts were brought down by release. */
-static void commit(fx_index *index, uint32_t block) {
-  while (fx_alive(index, block)) {
+/* The victim's entry goes if nothing is left, then the ghosts above it, up to the next victim; the other tiers' orders
+ * learn of it. Child counts were brought down by release. */
+static void commit(fx_index *index, uint32_t block, uint32_t next) {
+  while (block != next && fx_alive(index, block)) {
     uint32_t parent = index->nodes[block].parent;
     int gone = fx_is_empty(index, block);
     if (gone)
@@ -256,11 +355,12 @@ uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t
   index->tier[tier].resident -= taken;
   for (uint32_t i = 0; i < taken; i++) {
     slots[i] = index->tier[tier].slot[blocks[i]];
-    if (i < FX_AHEAD) fx_prefetch_cell(index, index->keys[blocks[i]]);
+    if (!fx_follows(blocks[i], index->nodes[blocks[i]].parent)) __builtin_prefetch(&index->keys[blocks[i]]);
   }
+  for (uint32_t i = 0; i < taken && i < FX_AHEAD; i++) fx_prefetch_free(index, blocks[i]);
   for (uint32_t i = 0; i < taken; i++) {
-    if (i + FX_AHEAD < taken) fx_prefetch_cell(index, index->keys[blocks[i + FX_AHEAD]]);
-    commit(index, blocks[i]);
+    if (i + FX_AHEAD < taken) fx_prefetch_free(index, blocks[i + FX_AHEAD]);
+    commit(index, blocks[i], i + 1 < taken ? blocks[i + 1] : FX_NONE);
   }
   fx_give_loose(index);
   return taken;
@@ -269,7 +369,7 @@ uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t
 int fx_index_evictable(const fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, uint8_t *mask) {
   for (uint32_t i = 0; i < n; i++) {
     if (blocks[i] >= index->max_blocks) return FX_INDEX_NO_BLOCK;
-    mask[i] = index->masks[blocks[i]].heaped >> tier & 1;
+    mask[i] = index->masks[blocks[i]].queued >> tier & 1;
   }
   return 0;
 }

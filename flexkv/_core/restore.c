@@ -15,6 +15,8 @@ typedef struct {
   uint32_t rows;
   uint32_t *table; /* row by key, linear probing */
   uint64_t mask;
+  uint32_t *known; /* entry by key, for what the index held before */
+  uint64_t known_mask;
   uint32_t *parent;  /* row, FX_NONE or DUPLICATE */
   uint32_t *anchor;  /* entry that was in the index before */
   uint32_t *child;   /* first child row */
@@ -25,16 +27,23 @@ typedef struct {
   void *memory;
 } forest;
 
-static int forest_open(forest *trees) {
+static uint64_t cells_for(uint64_t count) {
   uint64_t cells = 16;
-  size_t rows = trees->rows;
-  while (cells < 2 * (uint64_t)rows) cells *= 2;
-  uint32_t *memory = malloc((cells + 6 * rows) * sizeof *memory);
+  while (cells < 2 * count) cells *= 2;
+  return cells;
+}
+
+static int forest_open(const fx_index *index, forest *trees) {
+  size_t rows = trees->rows, cells = cells_for(rows), known = cells_for(index->count);
+  size_t size = (cells + known + 6 * rows) * sizeof(uint32_t);
+  uint32_t *memory = malloc(size);
   if (!memory) return -1;
-  memset(memory, 0xFF, (cells + 6 * rows) * sizeof *memory);
+  memset(memory, 0xFF, size);
   trees->memory = trees->table = memory;
   trees->mask = cells - 1;
-  trees->parent = memory + cells;
+  trees->known = memory + cells;
+  trees->known_mask = known - 1;
+  trees->parent = trees->known + known;
   trees->anchor = trees->parent + rows;
   trees->child = trees->anchor + rows;
   trees->sibling = trees->child + rows;
@@ -63,6 +72,19 @@ static void index_rows(forest *trees) {
   }
 }
 
+/* The same for the entries of the index: most have no cell in its own table. */
+static uint32_t *find_known(const fx_index *index, const forest *trees, fx_key key) {
+  uint64_t at = key.lo & trees->known_mask;
+  while (trees->known[at] != FX_NONE && !fx_same(index->keys[trees->known[at]], key))
+    at = (at + 1) & trees->known_mask;
+  return &trees->known[at];
+}
+
+static void index_known(const fx_index *index, forest *trees) {
+  for (uint32_t block = 0; index->count && block < index->max_blocks; block++)
+    if (fx_alive(index, block)) *find_known(index, trees, index->keys[block]) = block;
+}
+
 static void push_front(forest *trees, uint32_t *list, uint32_t row) {
   trees->sibling[row] = *list;
   *list = row;
@@ -84,7 +106,7 @@ static void link_rows(const fx_index *index, forest *trees) {
       push_front(trees, &trees->child[above], row);
       continue;
     }
-    uint32_t entry = fx_lookup(index, trees->parents[row]);
+    uint32_t entry = *find_known(index, trees, trees->parents[row]);
     if (entry == FX_NONE || index->nodes[entry].depth + 1 != trees->depths[row]) continue;
     trees->anchor[row] = entry;
     push_front(trees, &trees->roots, row);
@@ -111,7 +133,7 @@ static int place_rows(fx_index *index, forest *trees, uint32_t visited) {
   uint32_t wanted = 0, used = 0;
   for (uint32_t i = 0; i < visited; i++) {
     uint32_t row = trees->order[i];
-    trees->entry[row] = fx_lookup(index, trees->keys[row]);
+    trees->entry[row] = *find_known(index, trees, trees->keys[row]);
     wanted += trees->entry[row] == FX_NONE;
   }
   if (wanted > fx_runs_free(index->runs)) wanted = fx_runs_free(index->runs);
@@ -138,8 +160,9 @@ int64_t fx_index_restore(fx_index *index, uint32_t tier, const uint64_t *keys, c
                          const uint32_t *depths, const uint32_t *slots, uint32_t rows, uint8_t *kept,
                          uint32_t *blocks) {
   forest trees = {.keys = (const fx_key *)keys, .parents = (const fx_key *)parents, .depths = depths, .rows = rows};
-  if (forest_open(&trees)) return FX_INDEX_MEMORY;
+  if (forest_open(index, &trees)) return FX_INDEX_MEMORY;
   index_rows(&trees);
+  index_known(index, &trees);
   link_rows(index, &trees);
   uint32_t visited = walk_rows(&trees), count = 0;
   unsigned bit = 1u << tier;

@@ -8,12 +8,16 @@
 #define BINS 128 /* four per power of two */
 #define FIT_TRIES 8
 
+typedef struct {
+  uint32_t size;       /* of a free run: valid at its first and at its last integer */
+  uint32_t next, prev; /* neighbours in its bin: valid at its first integer */
+  uint32_t unused;
+} run_tag;
+
 struct fx_runs {
   uint32_t capacity, free;
-  uint64_t *out;   /* bitmap: 1 = taken */
-  uint32_t *size;  /* length of a free run, valid at its first and last integer */
-  uint32_t *next;  /* neighbours in the bin, valid at the first integer of a free run */
-  uint32_t *prev;
+  uint64_t *out; /* bitmap: 1 = taken */
+  run_tag *tag;
   uint64_t filled[BINS / 64]; /* bins that hold a run */
   uint32_t bin[BINS];
 };
@@ -57,20 +61,20 @@ static int all_out(const fx_runs *runs, uint32_t start, uint32_t count) {
 static void link_run(fx_runs *runs, uint32_t start, uint32_t count) {
   unsigned bin = bin_of(count);
   uint32_t first = runs->bin[bin];
-  runs->size[start] = runs->size[start + count - 1] = count;
-  runs->next[start] = first;
-  runs->prev[start] = NONE;
-  if (first != NONE) runs->prev[first] = start;
+  runs->tag[start].size = runs->tag[start + count - 1].size = count;
+  runs->tag[start].next = first;
+  runs->tag[start].prev = NONE;
+  if (first != NONE) runs->tag[first].prev = start;
   runs->bin[bin] = start;
   runs->filled[bin / 64] |= 1ull << (bin % 64);
 }
 
 static void unlink_run(fx_runs *runs, uint32_t start) {
-  unsigned bin = bin_of(runs->size[start]);
-  uint32_t next = runs->next[start], prev = runs->prev[start];
-  if (next != NONE) runs->prev[next] = prev;
+  unsigned bin = bin_of(runs->tag[start].size);
+  uint32_t next = runs->tag[start].next, prev = runs->tag[start].prev;
+  if (next != NONE) runs->tag[next].prev = prev;
   if (prev != NONE) {
-    runs->next[prev] = next;
+    runs->tag[prev].next = next;
   } else {
     runs->bin[bin] = next;
     if (next == NONE) runs->filled[bin / 64] &= ~(1ull << (bin % 64));
@@ -88,10 +92,8 @@ fx_runs *fx_runs_open(uint32_t capacity) {
   if (!runs) return NULL;
   runs->capacity = runs->free = capacity;
   runs->out = calloc((count + 63) / 64, sizeof *runs->out);
-  runs->size = calloc(count, sizeof *runs->size);
-  runs->next = calloc(count, sizeof *runs->next);
-  runs->prev = calloc(count, sizeof *runs->prev);
-  if (!runs->out || !runs->size || !runs->next || !runs->prev) {
+  runs->tag = calloc(count, sizeof *runs->tag);
+  if (!runs->out || !runs->tag) {
     fx_runs_close(runs);
     return NULL;
   }
@@ -103,9 +105,7 @@ fx_runs *fx_runs_open(uint32_t capacity) {
 void fx_runs_close(fx_runs *runs) {
   if (!runs) return;
   free(runs->out);
-  free(runs->size);
-  free(runs->next);
-  free(runs->prev);
+  free(runs->tag);
   free(runs);
 }
 
@@ -116,8 +116,8 @@ uint32_t fx_runs_free(const fx_runs *runs) { return runs->free; }
 static uint32_t choose(const fx_runs *runs, uint32_t count) {
   unsigned bin = bin_of(count);
   uint32_t run = runs->bin[bin];
-  for (int i = 0; i < FIT_TRIES && run != NONE; i++, run = runs->next[run])
-    if (runs->size[run] >= count) return run;
+  for (int i = 0; i < FIT_TRIES && run != NONE; i++, run = runs->tag[run].next)
+    if (runs->tag[run].size >= count) return run;
   for (unsigned word = (bin + 1) / 64; word < BINS / 64; word++) {
     uint64_t longer = runs->filled[word];
     if (word == (bin + 1) / 64) longer &= ~0ull << ((bin + 1) % 64);
@@ -130,7 +130,7 @@ static uint32_t choose(const fx_runs *runs, uint32_t count) {
 
 /* Cut up to `count` integers off the front of a free run. */
 static uint32_t cut(fx_runs *runs, uint32_t start, uint32_t count, uint32_t *taken) {
-  uint32_t size = runs->size[start], got = size < count ? size : count;
+  uint32_t size = runs->tag[start].size, got = size < count ? size : count;
   unlink_run(runs, start);
   if (got < size) link_run(runs, start + got, size - got);
   mark(runs, start, got, 1);
@@ -162,11 +162,11 @@ int fx_runs_give_run(fx_runs *runs, uint32_t start, uint32_t count) {
   runs->free += count;
   uint32_t end = start + count;
   if (end < runs->capacity && !is_out(runs, end)) {
-    count += runs->size[end];
+    count += runs->tag[end].size;
     unlink_run(runs, end);
   }
   if (start && !is_out(runs, start - 1)) {
-    uint32_t left = runs->size[start - 1];
+    uint32_t left = runs->tag[start - 1].size;
     unlink_run(runs, start - left);
     start -= left;
     count += left;
@@ -188,6 +188,8 @@ int fx_runs_give(fx_runs *runs, const uint32_t *given, uint32_t count) {
   }
   return 0;
 }
+
+void fx_runs_prefetch(const fx_runs *runs, uint32_t at) { __builtin_prefetch(&runs->tag[at], 1); }
 
 /* Rebuild bins and tags from the bitmap. */
 static void relink(fx_runs *runs) {
@@ -234,8 +236,8 @@ const char *fx_runs_check(const fx_runs *runs) {
       at++;
       continue;
     }
-    uint32_t size = runs->size[at];
-    if (!size || size > runs->capacity - at || runs->size[at + size - 1] != size) return "a run has wrong tags";
+    uint32_t size = runs->tag[at].size;
+    if (!size || size > runs->capacity - at || runs->tag[at + size - 1].size != size) return "a run has wrong tags";
     for (uint32_t i = 0; i < size; i++)
       if (is_out(runs, at + i)) return "a free run holds a taken integer";
     found++;
@@ -247,9 +249,9 @@ const char *fx_runs_check(const fx_runs *runs) {
   for (unsigned bin = 0; bin < BINS; bin++) {
     uint32_t before = NONE;
     if ((runs->bin[bin] != NONE) != (runs->filled[bin / 64] >> (bin % 64) & 1)) return "a bin's flag is wrong";
-    for (uint32_t run = runs->bin[bin]; run != NONE; before = run, run = runs->next[run], listed++) {
+    for (uint32_t run = runs->bin[bin]; run != NONE; before = run, run = runs->tag[run].next, listed++) {
       if (listed > found) return "a bin's list is endless";
-      if (is_out(runs, run) || bin_of(runs->size[run]) != bin || runs->prev[run] != before) return "a bin is wrong";
+      if (is_out(runs, run) || bin_of(runs->tag[run].size) != bin || runs->tag[run].prev != before) return "a bin is wrong";
     }
   }
   return listed == found ? NULL : "a free run is in no bin";

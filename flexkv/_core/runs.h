@@ -21,6 +21,9 @@ int fx_runs_take(fx_runs *runs, uint32_t count, uint32_t near, uint32_t *taken);
 int fx_runs_give(fx_runs *runs, const uint32_t *given, uint32_t count);
 int fx_runs_give_run(fx_runs *runs, uint32_t start, uint32_t count);
 
+/* Say that `at` will soon be given. */
+void fx_runs_prefetch(const fx_runs *runs, uint32_t at);
+
 /* Take exactly these. 0, or -1 and nothing done when one is not free or appears twice. Costs a pass over capacity / 64
  * words: meant for restoring. */
 int fx_runs_reserve(fx_runs *runs, const uint32_t *wanted, uint32_t count);

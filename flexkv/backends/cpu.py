@@ -174,8 +174,8 @@ class CpuBackend:
             return
         arguments = (
             *(planes, count, arena.address(0), arena.stride_bytes),
-            ffi.from_buffer("uint32_t[]", slots.data),
-            ffi.from_buffer("uint32_t[]", blocks.data),
+            ffi.from_buffer("uint32_t[]", slots),
+            ffi.from_buffer("uint32_t[]", blocks),
             *(len(blocks), int(batch.to_device)),
         )
         if size_bytes <= self._inline_bytes:

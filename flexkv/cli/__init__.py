@@ -8,7 +8,6 @@ import typer
 
 app = typer.Typer(
     name="flexkv",
-    help="KV-cache manager for LLM serving: prefix reuse through host memory and SSD.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -167,11 +167,12 @@ class DiskBackend:
     async def discard(self, batch: BlockIO) -> Statuses:
         """Forget the blocks: LANDED, MISSING (the slot does not hold this key), or FAILED.
 
-        FAILED: the block is not readable any more, but may be found again after a restart.
+        A key of zeros stands for whatever the slot holds. FAILED: the block is not readable any more, but may be found again after a restart.
         """
         slots = self._enter(batch)
         try:
             held = self._table.holds(slots, batch.keys)
+            held |= ~batch.keys.any(axis=1) & self._table.filled(slots)
             statuses = np.where(held, IOStatus.LANDED, IOStatus.MISSING).astype(np.uint8)
             gone = np.unique(slots[held])
             if len(gone):

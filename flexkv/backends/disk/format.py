@@ -163,8 +163,12 @@ class Superblock:
 
 
 def pointer(kind: str, array: NDArray[Any]) -> CData:
-    """The memory of a contiguous `array` as a C array of `kind`; keeps the array alive."""
-    return ffi.from_buffer(f"{kind}[]", array.data)
+    """The memory of a contiguous `array` as a C array of `kind`; keeps the array alive.
+
+    Of the array itself, never of `array.data`: a memoryview that is exported while the garbage
+    collector clears a cycle around it crashes the interpreter.
+    """
+    return ffi.from_buffer(f"{kind}[]", array)
 
 
 def is_ours(block: bytes) -> bool:

@@ -1,0 +1,207 @@
+"""A whole manager to measure, driven from outside its event loop.
+
+`DeviceMemory` (an engine's KV tensors whose bytes tell where they came from: `fill`, `wipe`,
+`check`) - `OpenCache` (a manager in a loop of its own: `put`, `get`, `latencies`, `reset`) -
+`prompts` (tokens that share nothing).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from numpy.typing import NDArray
+
+from flexkv.config import FlexKVConfig
+from flexkv.errors import TransferError
+from flexkv.manager import KVManager
+from flexkv.model import PAGE_BYTES, KVSpec
+
+LLAMA = KVSpec.uniform(layers=32, heads=8, head_size=128, dtype="bfloat16", tokens_per_block=16)
+
+Tokens = NDArray[np.int64]
+Blocks = NDArray[np.int64]  # device blocks
+
+
+def prompts(count: int, tokens: int, name: int = 0) -> list[Tokens]:
+    """Return `count` prompts of `tokens` tokens; other names give other prompts."""
+    start = name * count * tokens
+    return [np.arange(tokens, dtype=np.int64) + start + i * tokens for i in range(count)]
+
+
+def _aligned(shape: Sequence[int]) -> NDArray[np.uint16]:
+    """Make an array on a page boundary, as engines have it."""
+    size = int(np.prod(shape))
+    raw = np.zeros(size + PAGE_BYTES // 2, np.uint16)
+    skip = -int(raw.__array_interface__["data"][0]) % PAGE_BYTES // 2
+    return raw[skip : skip + size].reshape(shape)
+
+
+class DeviceMemory:
+    """One array [part, block, token, head, element] of 16-bit words per layer.
+
+    Every segment (layer, part, block) is the same noise, changed by a number of its own.
+    """
+
+    def __init__(self, spec: KVSpec, blocks: int) -> None:
+        group = spec.groups[0]
+        self.blocks, self.tokens_per_block = blocks, spec.tokens_per_block
+        self._words = spec.tokens_per_block * group.heads * group.head_size
+        shape = (group.parts, blocks, spec.tokens_per_block, group.heads, group.head_size)
+        self.caches = {f"layer.{i}": _aligned(shape) for i in range(spec.layers)}
+        self._noise = np.random.default_rng(0).integers(0, 2**16, self._words, np.uint16)
+
+    def _segments(self) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+        """Yield (number of the first segment, [block, word]) per layer and part."""
+        number = 0
+        for cache in self.caches.values():
+            for part in cache:
+                yield number, part.reshape(self.blocks, self._words)
+                number += self.blocks
+
+    def _numbers(self, first: int, blocks: Blocks) -> NDArray[np.uint16]:
+        return ((first + blocks) * 40503 + 1).astype(np.uint16)[:, None]
+
+    def fill(self) -> None:
+        """Write every block's own bytes."""
+        everything = np.arange(self.blocks)
+        for first, segments in self._segments():
+            np.bitwise_xor(self._noise, self._numbers(first, everything), out=segments)
+
+    def wipe(self) -> None:
+        """Forget everything."""
+        for cache in self.caches.values():
+            cache[:] = 0
+
+    def check(self, sources: Blocks, targets: Blocks) -> None:
+        """Make sure that the blocks `targets` hold what was filled into the blocks `sources`.
+
+        Raises:
+            TransferError: one does not.
+        """
+        for first, segments in self._segments():
+            expected = self._noise ^ self._numbers(first, sources)
+            wrong = (segments[targets] != expected).any(axis=1)
+            if wrong.any():
+                raise TransferError(f"block {targets[wrong][0]} came back with other bytes")
+
+
+class OpenCache:
+    """A manager and its device memory; every verb runs on the manager's loop and waits for it."""
+
+    def __init__(self, portal: BlockingPortal, kv: KVManager, device: DeviceMemory) -> None:
+        self._portal, self.kv, self.device = portal, kv, device
+        self._tokens_per_block = device.tokens_per_block
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, spec: KVSpec, device: DeviceMemory, *, uvloop: bool = False, **settings: Any
+    ) -> Iterator[OpenCache]:
+        """Open a manager with `settings` in a thread of its own."""
+        config = FlexKVConfig.load(spec=spec, model="bench", **settings)
+        options = {"use_uvloop": uvloop}
+        with (
+            start_blocking_portal(backend_options=options) as portal,
+            portal.wrap_async_context_manager(KVManager(config)) as kv,
+        ):
+            portal.call(partial(kv.register, device.caches, axes="PBNHD"))
+            yield cls(portal, kv, device)
+
+    def slots(self, blocks: Blocks) -> Tokens:
+        """Return the slots of the tokens in device blocks."""
+        size = self._tokens_per_block
+        return (blocks[:, None] * size + np.arange(size)).reshape(-1)
+
+    def _requests(
+        self, texts: Sequence[Tokens], blocks: Blocks
+    ) -> list[tuple[Tokens, NDArray[np.int64]]]:
+        """Pair each prompt with the slots of its share of the device blocks."""
+        shares = np.array_split(blocks, len(texts))
+        return [(text, self.slots(share)) for text, share in zip(texts, shares, strict=True)]
+
+    def put(self, texts: Sequence[Tokens], blocks: Blocks, *, durable: bool = False) -> float:
+        """Put all prompts at once from device blocks; return the seconds until all are stored.
+
+        `durable` waits, off the clock, until the lowest tier has them.
+        """
+        requests = self._requests(texts, blocks)
+
+        async def work() -> float:
+            start = time.perf_counter()
+            transfers = [self.kv.put_async(*request) for request in requests]
+            for transfer in transfers:
+                await transfer
+            elapsed = time.perf_counter() - start
+            for transfer in transfers if durable else ():
+                await transfer.durable()
+            return elapsed
+
+        return self._portal.call(work)
+
+    def get(self, texts: Sequence[Tokens], blocks: Blocks) -> float:
+        """Get all prompts at once into device blocks; return the seconds until all are there.
+
+        Raises:
+            TransferError: some of their tokens were not loaded.
+        """
+        requests = self._requests(texts, blocks)
+
+        async def work() -> float:
+            start = time.perf_counter()
+            transfers = [self.kv.get_async(*request) for request in requests]
+            loaded = [(await transfer).loaded for transfer in transfers]
+            elapsed = time.perf_counter() - start
+            missing = sum(map(len, texts)) - sum(loaded)
+            if missing:
+                raise TransferError(f"{missing} tokens that were stored were not loaded")
+            return elapsed
+
+        return self._portal.call(work)
+
+    def latencies(self, texts: Sequence[Tokens], samples: int) -> list[float]:
+        """Get one prompt after the other into the first device blocks; return seconds of each."""
+        slots = self.slots(np.arange(len(texts[0]) // self._tokens_per_block))
+
+        async def work() -> list[float]:
+            times = []
+            for i in range(samples):
+                tokens = texts[i % len(texts)]
+                start = time.perf_counter()
+                await self.kv.get_async(tokens, slots)
+                times.append(time.perf_counter() - start)
+            return times
+
+        return self._portal.call(work)
+
+    def time_plans(self, tokens: Tokens, samples: int) -> dict[str, list[float]]:
+        """Plan gets of a prompt without running them; return seconds of `match` and `launch`.
+
+        `match` is `get_match` with hashing, `launch` the call that returns a running Transfer.
+        """
+        slots = self.slots(np.arange(len(tokens) // self._tokens_per_block))
+
+        async def work() -> dict[str, list[float]]:
+            times: dict[str, list[float]] = {"match": [], "launch": []}
+            for _ in range(samples):
+                start = time.perf_counter()
+                plan = self.kv.get_match(tokens)
+                matched = time.perf_counter()
+                transfer = self.kv.launch(plan, slots)
+                launched = time.perf_counter()
+                transfer.cancel()
+                await transfer.quiesced()
+                times["match"].append(matched - start)
+                times["launch"].append(launched - matched)
+            return times
+
+        return self._portal.call(work)
+
+    def reset(self) -> None:
+        """Forget every block of every tier."""
+        self._portal.call(self.kv.reset)

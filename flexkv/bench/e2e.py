@@ -1,0 +1,340 @@
+"""Put and get through a whole manager, next to what the machine can do and to LMCache: `run`.
+
+The KV of Llama-3-8B in bfloat16: blocks of 16 tokens are 2 MiB. Every comparison is interleaved in
+one run, and every way is checked once for the right bytes before it is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexkv.bench.cache import LLAMA, Blocks, DeviceMemory, OpenCache, Tokens, prompts
+from flexkv.bench.report import (
+    Progress,
+    Result,
+    interleave,
+    median,
+    percentile,
+    ratio_of_pairs,
+)
+from flexkv.bench.yardsticks import (
+    CopyLimit,
+    Peer,
+    copy_block_seconds,
+    disk_read_speed,
+    find_lmcache,
+)
+from flexkv.errors import ConfigError
+from flexkv.model import KVSpec
+
+# 4 KiB a block: what is left is the manager's own time
+SMALL = KVSpec.uniform(layers=2, heads=2, head_size=16, dtype="bfloat16", tokens_per_block=16)
+_PLAN_TOKENS = 2048 * 16
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What all parts of the benchmark share."""
+
+    spec: KVSpec
+    tokens: int
+    repeats: int
+    threads: int
+    sources: Blocks
+    targets: Blocks
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.sources) * self.spec.block_bytes
+
+    def speed(self, seconds: float) -> float:
+        return self.size_bytes / seconds / _GIGA
+
+    def params(self, requests: int) -> dict[str, Any]:
+        return {
+            "requests": requests,
+            "tokens": self.tokens,
+            "size_bytes": self.size_bytes,
+            "block_bytes": self.spec.block_bytes,
+            "threads": self.threads,
+        }
+
+    def split(self, requests: int, name: int = 0) -> list[Tokens]:
+        """Cut all tokens into as many prompts."""
+        return prompts(requests, self.tokens // requests, name)
+
+
+def run(
+    progress: Progress,
+    *,
+    directory: Path | str | None = None,
+    lmcache_python: Path | str | None = None,
+    requests: str | int | Sequence[int] = "1,16,64,256",
+    tokens: int = 8192,
+    repeats: int = 5,
+    hits: int = 2000,
+    host_bytes: int | None = None,
+    spec: KVSpec = LLAMA,
+) -> list[Result]:
+    """Measure `put`, `host_get` and `disk_get` with so many `requests` at once, `tokens` in all;
+    the time of a `host_hit_one_block`; and the gets against LMCache where it is installed.
+
+    Args:
+        directory: where files are made (and removed); its file system is what is measured.
+        lmcache_python: interpreter that has lmcache; default: this one.
+        hits: samples of `host_hit_one_block`.
+        host_bytes: host tier; default: what the tokens need.
+
+    Raises:
+        ConfigError: tokens are no whole blocks for each of the requests.
+        TransferError: other bytes came back, or fewer.
+    """
+    counts = _counts(requests)
+    blocks = tokens // spec.tokens_per_block
+    if any(tokens % (count * spec.tokens_per_block) for count in counts) or not blocks:
+        raise ConfigError(
+            f"{tokens} tokens cannot be shared by {counts} requests in whole blocks of "
+            f"{spec.tokens_per_block}"
+        )
+    order = np.random.default_rng(0)
+    threads = max(1, min(4, len(os.sched_getaffinity(0))))
+    setup = _Setup(
+        spec, tokens, repeats, threads, order.permutation(blocks), order.permutation(blocks)
+    )
+    device = DeviceMemory(spec, blocks)
+    memory: dict[str, Any] = {"host_cache_bytes": max(host_bytes or 0, blocks * spec.stride_bytes)}
+    exactly: dict[str, Any] = {"host_cache_bytes": blocks * spec.stride_bytes}
+    python = find_lmcache(lmcache_python)
+    steps = _Steps(progress, 2 * len(counts) + 3)
+    results: list[Result] = []
+    limit = CopyLimit(spec, device, threads)
+    try:
+        with OpenCache.open(spec, device, **memory) as cache:
+            for count in counts:
+                steps.next(f"host, {count} at once")
+                results += _host(setup, cache, limit, count)
+            steps.next("host, LMCache")
+            results.append(_against_lmcache(setup, cache, "host_get", python, None))
+    finally:
+        limit.close()
+    steps.next("one block")
+    results.append(_one_block(spec, device, hits))
+    with (
+        tempfile.TemporaryDirectory(dir=directory, prefix="flexkv-bench-") as path,
+        _disk_cache(setup, device, Path(path), exactly) as cache,
+    ):
+        for count in counts:
+            steps.next(f"disk, {count} at once")
+            results.append(_disk(setup, cache, Path(path), count))
+        steps.next("disk, LMCache")
+        results.append(_against_lmcache(setup, cache, "disk_get", python, Path(path) / "lmcache"))
+    steps.next("done")
+    return results
+
+
+def _counts(requests: str | int | Sequence[int]) -> list[int]:
+    parts = requests.split(",") if isinstance(requests, str) else requests
+    counts = [int(part) for part in ([parts] if isinstance(parts, int) else parts)]
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"requests must be numbers >= 1, got {requests!r}")
+    return counts
+
+
+class _Steps:
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def next(self, name: str) -> None:
+        self._progress(name, self._done, self._total)
+        self._done += 1
+
+
+def _host(setup: _Setup, cache: OpenCache, limit: CopyLimit, count: int) -> list[Result]:
+    """Measure put and get of the host tier against plain copies of the same bytes."""
+    texts = setup.split(count)
+    _check_host(setup, cache, texts)
+
+    def put() -> float:
+        cache.reset()
+        return setup.speed(cache.put(texts, setup.sources))
+
+    actions: dict[str, Callable[[], float]] = {
+        "put": put,
+        "put_limit": lambda: limit.speed(to_device=False) / _GIGA,
+        "host_get": lambda: setup.speed(cache.get(texts, setup.targets)),
+        "host_get_limit": lambda: limit.speed(to_device=True) / _GIGA,
+    }
+    samples = interleave(actions, setup.repeats)
+    return [
+        Result(
+            name,
+            median(samples[name]),
+            "GB/s",
+            limit=median(samples[f"{name}_limit"]),
+            ratio=ratio_of_pairs(samples[name], samples[f"{name}_limit"]),
+            samples=setup.repeats,
+            params=setup.params(count) | {"limit": "non-temporal copy"},
+        )
+        for name in ("host_get", "put")
+    ]
+
+
+def _check_host(setup: _Setup, cache: OpenCache, texts: Sequence[Tokens]) -> None:
+    """Fill the host tier with the prompts; make sure that the right bytes come back."""
+    cache.reset()
+    cache.device.fill()
+    cache.put(texts, setup.sources)
+    cache.device.wipe()
+    cache.get(texts, setup.targets)
+    cache.device.check(setup.sources, setup.targets)
+
+
+@contextmanager
+def _disk_cache(
+    setup: _Setup, device: DeviceMemory, path: Path, memory: dict[str, Any]
+) -> Iterator[OpenCache]:
+    """Open a cache whose disk tier holds twice what its host tier can."""
+    space = 2 * memory["host_cache_bytes"]
+    with OpenCache.open(
+        setup.spec, device, disk_cache_bytes=space, disk_dirs=[path / "tier"], **memory
+    ) as cache:
+        yield cache
+
+
+class _Alternating:
+    """Two sets of prompts, both on disk; the host holds one: getting the other is a disk read."""
+
+    def __init__(self, setup: _Setup, cache: OpenCache, count: int) -> None:
+        self._setup, self._cache, self._turn = setup, cache, 0
+        self._texts = [setup.split(count, name) for name in (1, 2)]
+        cache.reset()
+        cache.device.fill()
+        for texts in self._texts:
+            cache.put(texts, setup.sources, durable=True)
+        cache.device.wipe()
+        self.get()
+        cache.device.check(setup.sources, setup.targets)
+
+    def get(self) -> float:
+        """Get what is on disk only; return the seconds it took."""
+        texts = self._texts[self._turn]
+        self._turn ^= 1
+        return self._cache.get(texts, self._setup.targets)
+
+
+def _disk(setup: _Setup, cache: OpenCache, path: Path, count: int) -> Result:
+    """Measure gets from the disk tier against fio reading as many bytes."""
+    tier = _Alternating(setup, cache, count)
+    depth = max(1, cache.kv.config.disk_bytes_in_flight // setup.spec.stride_bytes)
+
+    def fio() -> float:
+        speed = disk_read_speed(path, setup.size_bytes, setup.spec.stride_bytes, depth)
+        return (speed or 0.0) / _GIGA
+
+    params = setup.params(count) | {"depth": depth}
+    if not fio():
+        speeds = [setup.speed(tier.get()) for _ in range(setup.repeats)]
+        params["limit"] = "none: no fio, or no O_DIRECT"
+        return Result("disk_get", median(speeds), "GB/s", samples=setup.repeats, params=params)
+    samples = interleave({"disk_get": lambda: setup.speed(tier.get()), "fio": fio}, setup.repeats)
+    return Result(
+        "disk_get",
+        median(samples["disk_get"]),
+        "GB/s",
+        limit=median(samples["fio"]),
+        ratio=ratio_of_pairs(samples["disk_get"], samples["fio"]),
+        samples=setup.repeats,
+        params=params | {"limit": "fio, direct, io_uring"},
+    )
+
+
+def _against_lmcache(
+    setup: _Setup, cache: OpenCache, name: str, python: str | None, directory: Path | None
+) -> Result:
+    """Measure one request of all tokens in turn with LMCache doing the same."""
+    if directory is None:
+        texts = setup.split(1)
+        _check_host(setup, cache, texts)
+
+        def get() -> float:
+            return cache.get(texts, setup.targets)
+    else:
+        directory.mkdir()
+        get = _Alternating(setup, cache, 1).get
+    params = setup.params(1)
+    if python is None:
+        speeds = [setup.speed(get()) for _ in range(setup.repeats)]
+        params["skipped"] = "no lmcache here: name an interpreter that has it (lmcache_python)"
+        value = median(speeds)
+        return Result(f"{name}_vs_lmcache", value, "GB/s", samples=setup.repeats, params=params)
+    with Peer.open(python, setup.spec, setup.tokens, setup.threads, directory) as peer:
+        samples = interleave(
+            {
+                "ours": lambda: setup.speed(get()),
+                "theirs": lambda: setup.speed(peer.retrieve()),
+            },
+            setup.repeats,
+        )
+    return Result(
+        f"{name}_vs_lmcache",
+        median(samples["ours"]),
+        "GB/s",
+        peer=median(samples["theirs"]),
+        ratio=ratio_of_pairs(samples["ours"], samples["theirs"]),
+        samples=setup.repeats,
+        params=params | {f"lmcache_{key}": value for key, value in peer.facts.items()},
+    )
+
+
+def _one_block(spec: KVSpec, device: DeviceMemory, hits: int) -> Result:
+    """Measure what a get of one block costs beyond its copy, and what planning a long one costs."""
+    copy_us = median(copy_block_seconds(spec, device, hits)) * 1e6
+    large = _hits(spec, device, hits)
+    blocks = _PLAN_TOKENS // SMALL.tokens_per_block
+    small_device = DeviceMemory(SMALL, blocks)
+    small = _hits(SMALL, small_device, hits)
+    params: dict[str, Any] = {"p99_us": percentile(small, 99) * 1e6, "block_bytes": 4096}
+    params |= {
+        f"p{percent}_{spec.block_bytes}_byte_block_us": percentile(large, percent) * 1e6
+        for percent in (50, 99)
+    }
+    params["its_bare_copy_us"] = copy_us
+    params["it_without_copy_p50_us"] = percentile(large, 50) * 1e6 - copy_us
+    try:
+        fast = _hits(SMALL, small_device, hits, uvloop=True)
+        params |= {f"uvloop_p{percent}_us": percentile(fast, percent) * 1e6 for percent in (50, 99)}
+    except ImportError:
+        params["uvloop_p50_us"] = None
+    memory = blocks * SMALL.stride_bytes
+    with OpenCache.open(SMALL, small_device, host_cache_bytes=memory) as cache:
+        (text,) = prompts(1, _PLAN_TOKENS)
+        cache.put([text], np.arange(blocks))
+        for verb, times in cache.time_plans(text, max(1, hits // 10)).items():
+            params[f"plan_2048_blocks_{verb}_p50_us"] = percentile(times, 50) * 1e6
+    return Result(
+        "host_hit_one_block", percentile(small, 50) * 1e6, "us", samples=hits, params=params
+    )
+
+
+def _hits(spec: KVSpec, device: DeviceMemory, hits: int, *, uvloop: bool = False) -> list[float]:
+    """Return the seconds of gets of one block each, from a host tier of 64 blocks."""
+    count = min(64, device.blocks)
+    texts, blocks = prompts(count, spec.tokens_per_block), np.arange(count)
+    memory = count * spec.stride_bytes
+    with OpenCache.open(spec, device, uvloop=uvloop, host_cache_bytes=memory) as cache:
+        device.fill()
+        cache.put(texts, blocks)
+        device.wipe()
+        cache.get(texts, blocks[::-1])
+        device.check(blocks, blocks[::-1])
+        cache.latencies(texts, max(1, hits // 10))
+        return cache.latencies(texts, hits)

@@ -1,0 +1,1 @@
+"""Bridges to inference engines. Engines import the paths below themselves: keep them."""
