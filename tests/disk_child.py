@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from disk_rig import LANDED, Rig
 
-
 _parent = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # log lines are not for the parent
 
