@@ -1,7 +1,7 @@
 """What each slot holds, in memory.
 
-`SlotTable`: `holds`, `commit`, `forget` - `doubt`, `trust`, `must_clear` (is the record on disk what
-the table says?) - `take_sequences`.
+`SlotTable`: `holds`, `commit`, `forget` - `doubt`, `trust`, `must_clear` (is the record on disk
+what the table says?) - `take_sequences`.
 """
 
 from __future__ import annotations
