@@ -12,14 +12,15 @@ import numpy as np
 
 from flexkv.ledger import Ledger
 from flexkv.model import (
+    ABSENT,
     HOST,
     NO_BLOCK,
     PRIORITY_SPILL,
+    READY,
     BlockIds,
     Copy,
     KeyArray,
     Span,
-    TierState,
     TransferGraph,
 )
 
@@ -34,7 +35,7 @@ def plan_spill(
     """
     index, host = ledger.index, ledger.host.number
     still = (index.keys(blocks) == keys).all(axis=1)
-    still &= index.states(host, blocks) == TierState.READY
+    still &= index.states(host, blocks) == READY
     dropped = int(np.count_nonzero(~still))
     lacking = [_lacking(ledger, store.number, blocks[still]) for store in ledger.stores]
     blocks = _once(lacking)
@@ -65,7 +66,7 @@ def plan_spill(
 def _lacking(ledger: Ledger, store: int, blocks: BlockIds) -> BlockIds:
     """Those of `blocks`, and ancestors, that the host could write to a store; ancestors first."""
     index, host = ledger.index, ledger.host.number
-    wanted = blocks[index.states(store, blocks) == TierState.ABSENT]
+    wanted = blocks[index.states(store, blocks) == ABSENT]
     parents = np.unique(index.parents(wanted))
     above = index.unsaved(host, store, parents[~np.isin(parents, wanted)])
     wanted = _once([above, wanted])
