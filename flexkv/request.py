@@ -112,13 +112,17 @@ class Request:
         if self.transfer.done:
             return
         arrived = self.run.arrived
-        prefix = len(arrived) if arrived.all() else int(np.argmin(arrived))
+        count = len(arrived)
+        whole = np.count_nonzero(arrived) == count
+        prefix = count if whole else int(np.argmin(arrived))
         if self.kind == "put":
             self._conclude_put(prefix, int(np.count_nonzero(~arrived[self.own])), timed_out)
             return
         if self.kind == "get":
             self.telemetry.add("loaded_blocks", prefix)
-        failed = _NO_BLOCKS if self.device_blocks is None else self.device_blocks[~arrived]
+        failed = _NO_BLOCKS
+        if self.device_blocks is not None and not whole:
+            failed = self.device_blocks[~arrived]
         cancelled = self.run.cancelled and not timed_out
         self.transfer.settle(
             lambda elapsed_ms, exposed_ms: GetResult(
