@@ -291,14 +291,27 @@ class Engine:
                 read = await store.read(BlockIO(slots, sources[part], keys[part]))
                 good = read == LANDED
                 if good.any():
-                    await self._copy(
-                        run, targets[part][good], slots[good], copy.layers, to_device=True
+                    read[good] = await self._from_staging(
+                        run, copy, targets[part][good], slots[good]
                     )
                 statuses[part] = read
             finally:
                 self._staging.give(staged)
                 self._staging_lane.release(held)
         return statuses
+
+    async def _from_staging(
+        self, run: Run, copy: Copy, targets: SlotIds, slots: SlotIds
+    ) -> Statuses:
+        """Copy blocks that were read to the device; when that fails, the store is not to blame."""
+        try:
+            return await self._copy(run, targets, slots, copy.layers, to_device=True)
+        except Exception as error:
+            log.warning(
+                "op.failed", source=HOST, target=DEVICE, blocks=len(slots), error=repr(error)
+            )
+            self._telemetry.add("failed_blocks", len(slots), source=HOST, target=DEVICE)
+            return np.full(len(slots), IOStatus.SKIPPED, np.uint8)
 
 
 def _no_room(error: BaseException) -> bool:

@@ -281,6 +281,7 @@ class Host:
         try:
             assert self._stack is not None
             await self._stack.engine.run(run)
+            self._stack.planner.release(run.graph.blocks)
         except Exception as error:
             self._break(_only(error))
         finally:

@@ -280,12 +280,12 @@ class Planner:
         dirty = self._only_in_host(victims)
         # clean victims leave first: from here on the store knows that it holds their only copy
         self.host.give(self.host.evict(victims[~dirty]))
-        saved, saves = spills.plan_save(self.ledger, victims[dirty][::-1])
-        unsaved = victims[dirty][: np.count_nonzero(dirty) - len(saved)]
-        self.host.give(self.host.evict(unsaved))
+        saved, saves = spills.plan_save(self.ledger, victims[dirty])
+        found = np.isin(victims, saved)
+        self.host.give(self.host.evict(victims[dirty & ~found]))
         if saves is None:
             return self.host.pool.take(count), None, ()
-        kept = self.host.evict(saved[::-1])
+        kept = self.host.evict(victims[found])
         self.ledger.hold(kept)
         return (
             np.concatenate((self.host.pool.take(count - len(kept)), kept)),
