@@ -15,7 +15,7 @@ import numpy as np
 from flexkv.engine import Engine
 from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
-from flexkv.model import LANDED, LANDING, READY, BlockIds, BoolArray, KeyArray
+from flexkv.model import FAILED, LANDING, READY, BlockIds, BoolArray, KeyArray
 from flexkv.planner import Planner
 from flexkv.protocols import BlockIO, StorageBackend
 from flexkv.telemetry import Telemetry, log
@@ -198,7 +198,7 @@ class Discarder:
         store = self._stores[discard.tier.name]
         batch = BlockIO(discard.slots, discard.slots, discard.keys)
         try:
-            failed = await store.discard(batch) != LANDED
+            failed = await store.discard(batch) == FAILED
         except Exception as error:
             log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
             failed = np.ones(len(batch), np.bool_)
