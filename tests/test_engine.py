@@ -1,4 +1,4 @@
-"""The engine: what waits for what, what overlaps, what a failure takes along, and what it does not."""
+"""The engine: what waits for what, what overlaps, and what a failure takes along."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rig import STRIDE, TOKENS_PER_BLOCK, Rig, check_books, pattern, prompt, slots_of
 from stepping import SteppingDisk, Steps, open_stepping
 
-from flexkv import TransferError
+from flexkv import TransferError, plugins
 from flexkv.model import IOStatus, Statuses
 from flexkv.protocols import BlockIO
 
@@ -123,8 +123,6 @@ async def test_a_failed_read_is_a_miss_for_everybody_who_joined_it(tmp_path: Pat
             return statuses
 
     failing: list[int] = []
-    from flexkv import plugins
-
     steps = Steps()
     Failing.steps = steps
     with plugins.register(plugins.BACKENDS, "failing", Failing):
@@ -167,7 +165,7 @@ async def test_a_put_waits_for_the_blocks_that_another_put_is_bringing(tmp_path:
 
 async def test_a_put_tells_what_another_puts_failure_cost_it(tmp_path: Path) -> None:
     shared = prompt(1, 4)
-    async with open_stepping(tmp_path, host=16) as (rig, steps):
+    async with open_stepping(tmp_path, host=16) as (rig, _):
         plan = rig.kv.put_match(shared)  # takes the slots, and is never launched
         longer = prompt(2, 6, shared=shared)
         result = await rig.start_put(longer)
@@ -230,8 +228,8 @@ async def test_bytes_in_flight_stay_below_the_limit(tmp_path: Path) -> None:
 
 
 async def test_no_ticket_left_is_a_miss_and_blames_no_block(tmp_path: Path) -> None:
-    """A crowd on 16 tickets: gets miss, puts say so, nothing hangs, and the disk keeps its blocks."""
-    async with open_stepping(tmp_path, tickets=16, device=400, max_read_failures=1) as (rig, steps):
+    """A crowd on 16 tickets: gets miss, puts say so, and the disk keeps its blocks."""
+    async with open_stepping(tmp_path, tickets=16, device=400, max_read_failures=1) as (rig, _):
         await in_disk_only(rig, 1)
         tickets = []
         completions = rig.kv._stack.completions
