@@ -175,25 +175,26 @@ class PrefixIndex:
         Those are not pinned, LANDING nowhere, and have no child outside the chain.
         """
         blocks = as_blocks(blocks)
-        count = done(lib.fx_index_removable(self._index, u32(blocks), len(blocks)))
-        return int(count)
+        return int(done(lib.fx_index_removable(self._index, u32(blocks), len(blocks))))
 
     def unsaved(self, tier: int, lower: int, blocks: BlockIds) -> BlockIds:
-        """Those of `blocks` and their ancestors that are READY in `tier` and ABSENT in `lower`.
-
-        Ancestors first, each once; a path upwards ends at the first block that is not.
+        """Those of `blocks` and their ancestors that are READY in `tier` and ABSENT in `lower`,
+        ancestors first, each once; a path upwards ends at the first block that is not.
         """
         blocks = as_blocks(blocks)
         found = np.empty(self.resident(tier) * min(len(blocks), 8), np.uint32)
-        count = done(
-            lib.fx_index_unsaved(
-                self._index, tier, lower, u32(blocks), len(blocks), u32(found), len(found)
-            )
-        )
+        given, room = (u32(blocks), len(blocks)), (u32(found), len(found))
+        count = done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))
         found = np.unique(found[:count])
         return found[np.argsort(self.depths(found), kind="stable")]
 
     # eviction
+
+    def stranded(self, tier: int) -> BlockIds:
+        """Blocks that only descendants in other tiers keep in `tier`, leaves first; a full scan."""
+        self._check_tier(tier)
+        found = np.empty(self.resident(tier), np.uint32)
+        return found[: lib.fx_index_stranded(self._index, tier, len(found), u32(found))]
 
     def set_policy(
         self,

@@ -203,9 +203,9 @@ class Planner:
         self.index.touch(known, now)
         absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
         positions = np.concatenate((absent, np.arange(len(known), len(keys))))
-        chosen = self.host.victims(
-            len(positions), partial=False, exact=self.ledger.spill == "on_evict"
-        )
+        chosen = self._choose(len(positions))
+        while chosen is None and self._shed_stranded():
+            chosen = self._choose(len(positions))
         if chosen is None:
             self.index.unpin(known)
             raise CapacityError(
@@ -257,6 +257,20 @@ class Planner:
         return (Copy(place, place, positions, joins=tuple(int(n) for n in np.unique(landings))),)
 
     # room in the host
+
+    def _choose(self, count: int) -> tuple[int, BlockIds] | None:
+        exact = self.ledger.spill == "on_evict"
+        return self.host.victims(count, partial=False, exact=exact)
+
+    def _shed_stranded(self) -> bool:
+        """Let go of host blocks that only stay for descendants in a store and that could not be
+        written there: better to lose those descendants than to lose the slots for ever.
+        """
+        stranded = self.index.stranded(self.host.number)
+        if len(stranded) == 0 or self.ledger.offers[stranded].any():
+            return False
+        self.ledger.vacate(self.host, self.host.evict(stranded))
+        return True
 
     def _host_room(self, count: int) -> tuple[SlotIds, TransferGraph | None, tuple[int, ...]]:
         """Take up to `count` host slots; see `_make_room`."""

@@ -342,6 +342,24 @@ int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, c
   return count;
 }
 
+static int is_idle(const fx_index *index, uint32_t tier, uint32_t block) {
+  fx_mask mask = index->masks[block];
+  return mask.ready == 1u << tier && !mask.landing && !index->nodes[block].pins;
+}
+
+uint32_t fx_index_stranded(const fx_index *index, uint32_t tier, uint32_t limit, uint32_t *blocks) {
+  uint32_t count = 0;
+  for (uint32_t leaf = 0; leaf < index->max_blocks && count < limit; leaf++) {
+    if (!is_idle(index, tier, leaf) || index->tier[tier].kids[leaf] || !index->nodes[leaf].children) continue;
+    uint32_t block = leaf;
+    do {
+      blocks[count++] = block;
+      block = index->nodes[block].parent;
+    } while (block != FX_NONE && count < limit && is_idle(index, tier, block) && index->tier[tier].kids[block] == 1);
+  }
+  return count;
+}
+
 /* ---- pins ---- */
 
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n) {
