@@ -10,7 +10,7 @@ its blocks, nothing more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import numpy as np
@@ -241,13 +241,14 @@ class Engine:
                 return await self._copy(run, sources, targets, copy.layers, to_device=False)
             keys = run.graph.keys[positions]
             if target == HOST:
-                return await self.stores[source].read(BlockIO(targets, sources, keys))
+                answer = await self.stores[source].read(BlockIO(targets, sources, keys))
+                return as_statuses(answer, len(keys))
             if source == HOST:
                 parents, depths = run.graph.parents, run.graph.depths
                 assert parents is not None
                 assert depths is not None
                 batch = BlockIO(sources, targets, keys, parents[positions], depths[positions])
-                return await self.stores[target].write(batch)
+                return as_statuses(await self.stores[target].write(batch), len(keys))
             return await self._read_to_device(run, copy, sources, targets, positions)
         except Exception as error:
             log.warning(
@@ -279,7 +280,8 @@ class Engine:
         assert run.region is not None
         if isinstance(self.device, DirectStorage):
             batch = BlockIO(np.empty(0, np.uint32), sources, keys)
-            return await self.device.read_into(batch, run.region, targets)
+            answer = await self.device.read_into(batch, run.region, targets)
+            return as_statuses(answer, len(keys))
         statuses = np.full(len(sources), FAILED, np.uint8)
         step = self._staging.capacity
         for start in range(0, len(sources), step):
@@ -288,7 +290,8 @@ class Engine:
             staged = self._staging.take(held)
             try:
                 slots = staged + np.uint32(self._first_staging_slot)
-                read = await store.read(BlockIO(slots, sources[part], keys[part]))
+                answer = await store.read(BlockIO(slots, sources[part], keys[part]))
+                read = as_statuses(answer, len(slots))
                 good = read == LANDED
                 if good.any():
                     read[good] = await self._from_staging(
@@ -311,7 +314,18 @@ class Engine:
                 "op.failed", source=HOST, target=DEVICE, blocks=len(slots), error=repr(error)
             )
             self._telemetry.add("failed_blocks", len(slots), source=HOST, target=DEVICE)
-            return np.full(len(slots), IOStatus.SKIPPED, np.uint8)
+            return np.full(len(slots), SKIPPED, np.uint8)
+
+
+def as_statuses(answer: Any, count: int) -> Statuses:
+    """What a backend answered, if it is what the protocol asks for.
+
+    Raises:
+        TypeError: it is not one IOStatus per block.
+    """
+    if not isinstance(answer, np.ndarray) or answer.shape != (count,):
+        raise TypeError(f"a backend must answer one status for each of {count} blocks: {answer!r}")
+    return answer
 
 
 def _no_room(error: BaseException) -> bool:
