@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flexkv.engine import Engine, as_statuses
+from flexkv.engine import Engine
 from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
 from flexkv.model import FAILED, LANDING, READY, BlockIds, BoolArray, KeyArray
 from flexkv.planner import Planner
-from flexkv.protocols import BlockIO, StorageBackend
+from flexkv.protocols import BlockIO, StorageBackend, as_statuses
 from flexkv.telemetry import Telemetry, log
 from flexkv.waiting import Signal
 

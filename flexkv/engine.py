@@ -10,7 +10,7 @@ its blocks, nothing more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import anyio
 import numpy as np
@@ -41,6 +41,7 @@ from flexkv.protocols import (
     DirectStorage,
     Region,
     StorageBackend,
+    as_statuses,
 )
 from flexkv.telemetry import Telemetry, log
 from flexkv.waiting import Latch
@@ -315,17 +316,6 @@ class Engine:
             )
             self._telemetry.add("failed_blocks", len(slots), source=HOST, target=DEVICE)
             return np.full(len(slots), SKIPPED, np.uint8)
-
-
-def as_statuses(answer: Any, count: int) -> Statuses:
-    """What a backend answered, if it is what the protocol asks for.
-
-    Raises:
-        TypeError: it is not one IOStatus per block.
-    """
-    if not isinstance(answer, np.ndarray) or answer.shape != (count,):
-        raise TypeError(f"a backend must answer one status for each of {count} blocks: {answer!r}")
-    return answer
 
 
 def _no_room(error: BaseException) -> bool:

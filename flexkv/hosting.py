@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.admission import Admission
+from flexkv.carriers import Carriers
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Run
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, FlexKVError
@@ -48,6 +49,7 @@ class Host:
         self._ended = Signal()
         self.transfers: set[Transfer] = set()
         self._deadlines: Deadlines[Request]
+        self._carriers: Carriers[Request]
         self._admission = Admission(config)
         self.admit = self._admission.check
 
@@ -116,6 +118,7 @@ class Host:
                 self._telemetry.gauge("transfers_in_flight", reading, kind=kind)
             async with anyio.create_task_group() as group:
                 self._group = group
+                self._carriers = Carriers(group, self._carry)
                 for _ in range(stack.spiller.workers):
                     group.start_soon(stack.spiller.run)
                 group.start_soon(stack.discarder.run)
@@ -219,8 +222,7 @@ class Host:
         self.transfers.add(transfer)
         self._admission.enter(request.kind)
         self._deadlines.add(request)
-        assert self._group is not None
-        self._group.start_soon(self._carry, request)
+        self._carriers.start(request)
 
     async def _carry(self, request: Request) -> None:
         try:

@@ -184,8 +184,9 @@ class PrefixIndex:
         blocks = as_blocks(blocks)
         found = np.empty(self.resident(tier) * min(len(blocks), 8), np.uint32)
         given, room = (u32(blocks), len(blocks)), (u32(found), len(found))
-        count = done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))
-        found = np.unique(found[:count])
+        found = np.unique(
+            found[: done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))]
+        )
         return found[np.argsort(self.depths(found), kind="stable")]
 
     # eviction

@@ -1,4 +1,4 @@
-"""The whole manager on hardware that misbehaves: always a miss or a typed error, never a wrong byte,
+"""The whole manager on hardware that misbehaves: a miss or a typed error, never a wrong byte,
 never a hang, and books that balance when it is over.
 
 `Rig.get` compares every block that counts as loaded with its pattern.

@@ -17,8 +17,8 @@ PACKAGE = Path(flexkv.__file__).parent
 VOCABULARY = "model errors"
 BRAIN = "keys index order pool tier ledger spills planner"
 BODY = (
-    "completion memory lanes waiting admission engine background plans request stack hosting "
-    "transfer"
+    "completion memory lanes waiting carriers admission engine background plans request stack "
+    "hosting transfer"
 )
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "memory": f"_core {VOCABULARY}",
     "lanes": "errors",
     "waiting": "completion",
+    "carriers": "",
     "admission": f"config lanes {VOCABULARY}",
     # no backend, no index
     "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",
@@ -65,8 +66,8 @@ MAY_IMPORT = {
 # package -> rooms that may import it
 OUTSIDE = {
     "asyncio": "completion manager sync testing",
-    "anyio": "completion manager sync lanes waiting engine background plans request stack hosting "
-    "transfer backends codecs integration testing cli bench",
+    "anyio": "completion manager sync lanes waiting carriers engine background plans request stack "
+    "hosting transfer backends codecs integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "",
