@@ -184,18 +184,18 @@ class PrefixIndex:
         blocks = as_blocks(blocks)
         found = np.empty(self.resident(tier) * min(len(blocks), 8), np.uint32)
         given, room = (u32(blocks), len(blocks)), (u32(found), len(found))
-        found = np.unique(
-            found[: done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))]
-        )
+        count = done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))
+        found = np.unique(found[:count])
         return found[np.argsort(self.depths(found), kind="stable")]
 
     # eviction
 
-    def stranded(self, tier: int) -> BlockIds:
-        """Blocks that only descendants in other tiers keep in `tier`, leaves first; a full scan."""
+    def stranded(self, tier: int, gone: BlockIds, count: int) -> BlockIds:
+        """Up to `count` blocks that could leave `tier` after `gone` if only children there counted."""
         self._check_tier(tier)
-        found = np.empty(self.resident(tier), np.uint32)
-        return found[: lib.fx_index_stranded(self._index, tier, len(found), u32(found))]
+        given, found = as_blocks(gone), np.empty(count, np.uint32)
+        wanted = (u32(given), len(given), count, u32(found))
+        return found[: done(lib.fx_index_stranded(self._index, tier, *wanted))]
 
     def set_policy(
         self,
@@ -307,9 +307,7 @@ class PrefixIndex:
         keys, parents = as_keys(recovered.keys), as_keys(recovered.parents)
         depths, slots = as_blocks(recovered.depths), as_blocks(recovered.slots)
         rows = len(keys)
-        assert len(parents) == len(depths) == len(slots) == rows, (
-            "a recovered table has ragged columns"
-        )
+        assert len(parents) == len(depths) == len(slots) == rows, "ragged columns"
         kept, blocks = np.empty(rows, np.uint8), np.empty(rows, np.uint32)
         count = done(
             lib.fx_index_restore(

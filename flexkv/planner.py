@@ -204,8 +204,6 @@ class Planner:
         absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
         positions = np.concatenate((absent, np.arange(len(known), len(keys))))
         chosen = self._choose(len(positions))
-        while chosen is None and self._shed_stranded():
-            chosen = self._choose(len(positions))
         if chosen is None:
             self.index.unpin(known)
             raise CapacityError(
@@ -259,18 +257,22 @@ class Planner:
     # room in the host
 
     def _choose(self, count: int) -> tuple[int, BlockIds] | None:
-        exact = self.ledger.spill == "on_evict"
-        return self.host.victims(count, partial=False, exact=exact)
+        """Who leaves the host so that `count` blocks fit; see `Tier.victims`.
 
-    def _shed_stranded(self) -> bool:
-        """Let go of host blocks that only stay for descendants in a store and that could not be
-        written there: better to lose those descendants than to lose the slots for ever.
+        When that is not enough, also blocks that only stay for descendants in a store: they could
+        not be written there, and better lose those descendants than a slot for ever.
         """
-        stranded = self.index.stranded(self.host.number)
-        if len(stranded) == 0 or self.ledger.offers[stranded].any():
-            return False
-        self.ledger.vacate(self.host, self.host.evict(stranded))
-        return True
+        exact = self.ledger.spill == "on_evict"
+        chosen = self.host.victims(count, partial=False, exact=exact)
+        lacking = count - self.host.free
+        if chosen is not None or lacking > self.index.resident(self.host.number):
+            return chosen
+        victims = self.index.victims(self.host.number, lacking)
+        more = lacking - len(victims)
+        stranded = self.index.stranded(self.host.number, victims, more)
+        if len(stranded) < more or self.ledger.offers[stranded].any():
+            return None
+        return count, np.concatenate((victims, stranded))
 
     def _host_room(self, count: int) -> tuple[SlotIds, TransferGraph | None, tuple[int, ...]]:
         """Take up to `count` host slots; see `_make_room`."""

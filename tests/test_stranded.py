@@ -26,27 +26,32 @@ def land(index: PrefixIndex, tier: int, blocks: np.ndarray) -> None:
     index.ready(tier, blocks, 0.0)
 
 
+def stranded(index: PrefixIndex, tier: int, gone: list[int]) -> list[int]:
+    found: list[int] = index.stranded(tier, np.array(gone, np.uint32), 9).tolist()
+    index.check_integrity()
+    return found
+
+
 def test_the_index_names_stranded_blocks_leaves_first() -> None:
     index = PrefixIndex(64, ["host", "disk"])
     blocks = chain(index, 5, 1)
     land(index, HOST, blocks[:3])
     land(index, DISK, blocks[3:])
-    assert index.stranded(HOST).tolist() == [], "pinned"
+    assert stranded(index, HOST, []) == [], "pinned"
     index.unpin(blocks)
     assert index.victims(HOST, 9).tolist() == []
-    assert index.stranded(HOST).tolist() == blocks[:3][::-1].tolist()
-    assert index.stranded(DISK).tolist() == []
-    land(index, DISK, blocks[1:2])
-    assert index.stranded(HOST).tolist() == blocks[2:3].tolist(), "block 1 is on disk too"
-    twig = chain(index, 1, 2, parent=int(blocks[2]))
-    land(index, HOST, twig)
-    index.unpin(twig)
-    assert index.stranded(HOST).tolist() == [], "its child may leave first"
-    index.drop(HOST, twig)
-    index.pin(blocks[2:3])
-    assert index.stranded(HOST).tolist() == []
-    index.unpin(blocks[2:3])
-    index.check_integrity()
+    assert stranded(index, HOST, []) == blocks[:3][::-1].tolist()
+    assert index.stranded(HOST, blocks[:0], 2).tolist() == blocks[1:3][::-1].tolist()
+    twigs = np.concatenate([chain(index, 1, name, parent=int(blocks[2])) for name in (2, 3)])
+    land(index, HOST, twigs)
+    index.unpin(twigs)
+    assert stranded(index, HOST, twigs.tolist()) == blocks[:3][::-1].tolist()
+    index.pin(twigs[:1])
+    assert stranded(index, HOST, twigs[1:].tolist()) == [], "a child stays"
+    index.unpin(twigs[:1])
+    index.pin(blocks[1:2])
+    assert stranded(index, HOST, twigs.tolist()) == [int(blocks[2])]
+    index.unpin(blocks[1:2])
 
 
 async def lose_an_ancestor(rig: Rig, tokens: list[int]) -> None:

@@ -342,21 +342,25 @@ int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, c
   return count;
 }
 
-static int is_idle(const fx_index *index, uint32_t tier, uint32_t block) {
-  fx_mask mask = index->masks[block];
-  return mask.ready == 1u << tier && !mask.landing && !index->nodes[block].pins;
-}
-
-uint32_t fx_index_stranded(const fx_index *index, uint32_t tier, uint32_t limit, uint32_t *blocks) {
-  uint32_t count = 0;
+int64_t fx_index_stranded(const fx_index *index, uint32_t tier, const uint32_t *gone, uint32_t n, uint32_t limit,
+                          uint32_t *blocks) {
+  uint32_t count = 0, *left = malloc(index->max_blocks * sizeof *left); /* children there that stay, or FX_NONE: gone */
+  if (!left) return FX_INDEX_MEMORY;
+  memcpy(left, index->tier[tier].kids, index->max_blocks * sizeof *left);
+  for (uint32_t i = 0; i < n; i++)
+    if (index->nodes[gone[i]].parent != FX_NONE) left[index->nodes[gone[i]].parent]--;
+  for (uint32_t i = 0; i < n; i++) left[gone[i]] = FX_NONE;
   for (uint32_t leaf = 0; leaf < index->max_blocks && count < limit; leaf++) {
-    if (!is_idle(index, tier, leaf) || index->tier[tier].kids[leaf] || !index->nodes[leaf].children) continue;
     uint32_t block = leaf;
-    do {
+    while (!left[block] && count < limit && (index->masks[block].ready >> tier & 1) && !index->nodes[block].pins) {
+      left[block] = FX_NONE;
       blocks[count++] = block;
       block = index->nodes[block].parent;
-    } while (block != FX_NONE && count < limit && is_idle(index, tier, block) && index->tier[tier].kids[block] == 1);
+      if (block == FX_NONE) break;
+      left[block]--;
+    }
   }
+  free(left);
   return count;
 }
 
