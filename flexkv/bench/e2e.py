@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from flexkv.bench.report import (
 from flexkv.bench.yardsticks import (
     CopyLimit,
     Peer,
+    PeerError,
     copy_block_seconds,
     disk_read_speed,
     find_lmcache,
@@ -270,28 +271,30 @@ def _against_lmcache(
     else:
         directory.mkdir()
         get = _Alternating(setup, cache, 1).get
+    actions = {"ours": lambda: setup.speed(get())}
     params = setup.params(1)
-    if python is None:
-        speeds = [setup.speed(get()) for _ in range(setup.repeats)]
-        params["skipped"] = "no lmcache here: name an interpreter that has it (lmcache_python)"
-        value = median(speeds)
-        return Result(f"{name}_vs_lmcache", value, "GB/s", samples=setup.repeats, params=params)
-    with Peer.open(python, setup.spec, setup.tokens, setup.threads, directory) as peer:
-        samples = interleave(
-            {
-                "ours": lambda: setup.speed(get()),
-                "theirs": lambda: setup.speed(peer.retrieve()),
-            },
-            setup.repeats,
-        )
+    with ExitStack() as stack:
+        try:
+            if python is None:
+                raise PeerError("no lmcache here: name an interpreter that has it: lmcache_python=")
+            peer = stack.enter_context(
+                Peer.open(python, setup.spec, setup.tokens, setup.threads, directory)
+            )
+        except PeerError as error:
+            params["skipped"] = str(error)
+        else:
+            params |= {f"lmcache_{key}": value for key, value in peer.facts.items()}
+            actions["theirs"] = lambda: setup.speed(peer.retrieve())
+        samples = interleave(actions, setup.repeats)
+    theirs = samples.get("theirs")
     return Result(
         f"{name}_vs_lmcache",
         median(samples["ours"]),
         "GB/s",
-        peer=median(samples["theirs"]),
-        ratio=ratio_of_pairs(samples["ours"], samples["theirs"]),
+        peer=median(theirs) if theirs else None,
+        ratio=ratio_of_pairs(samples["ours"], theirs) if theirs else None,
         samples=setup.repeats,
-        params=params | {f"lmcache_{key}": value for key, value in peer.facts.items()},
+        params=params,
     )
 
 
