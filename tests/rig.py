@@ -94,6 +94,7 @@ class Rig:
 
     def __init__(self, kv: KVManager, device: Device) -> None:
         self.kv, self.device = kv, device
+        self.closed = False  # set by tests that close or break the manager themselves
         kv.register(device.caches, axes="PBNHD")
 
     @property
@@ -236,5 +237,5 @@ async def open_rig(
     async with KVManager(FlexKVConfig.load(**(config | settings))) as kv:
         rig = Rig(kv, Device(device))
         yield rig
-        if not kv._host.closed.is_set():
+        if not rig.closed and not kv._host.closed.is_set():
             await rig.check_idle()

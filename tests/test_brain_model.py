@@ -4,12 +4,6 @@ failures, evictions and restarts, nothing wrong is ever matched or moved, and th
 
 from __future__ import annotations
 
-import hashlib
-import random
-import subprocess
-import sys
-
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

@@ -18,9 +18,8 @@ import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
-from flexkv.config import FlexKVConfig
+from flexkv import FlexKVConfig, KVManager
 from flexkv.errors import TransferError
-from flexkv.manager import KVManager
 from flexkv.model import PAGE_BYTES, KVSpec
 from flexkv.transfer import Transfer
 
