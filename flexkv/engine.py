@@ -9,8 +9,8 @@ its blocks, nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import anyio
 import numpy as np
@@ -47,6 +47,9 @@ from flexkv.telemetry import Telemetry, log
 from flexkv.waiting import Latch
 
 Positions: TypeAlias = NDArray[np.int64]
+# Of one op: while one is told to be over and the next is sent off, another keeps the hardware busy.
+_SLICES_IN_FLIGHT = 2
+
 Commit: TypeAlias = Callable[[TransferGraph, Copy, Positions, Statuses], None]
 
 
@@ -135,11 +138,15 @@ class Engine:
                 for op in chain:
                     await self._run_op(run, op)
 
-        if len(chains) == 1:
+        await self._in_tasks(work, min(self.ops_in_flight, len(chains)))
+
+    async def _in_tasks(self, work: Callable[[], Coroutine[Any, Any, None]], tasks: int) -> None:
+        """Run `work` so many times at once."""
+        if tasks <= 1:
             await work()
             return
         async with anyio.create_task_group() as group:
-            for _ in range(min(self.ops_in_flight, len(chains))):
+            for _ in range(tasks):
                 group.start_soon(work)
 
     async def _run_op(self, run: Run, op: _Op) -> None:
@@ -156,11 +163,16 @@ class Engine:
             if copy.source.place == copy.target.place:  # nothing to move: it was waited for
                 run.arrived[copy.positions] = run.alive[copy.positions]
                 return
-            for start in range(0, len(copy), self.chunk_blocks):
-                part = slice(start, start + self.chunk_blocks)
-                statuses = await self._run_slice(run, op, part)
-                if copy.landing:
-                    landed.append(copy.target.ids[part][statuses == LANDED])
+            size = self.chunk_blocks
+            slices = iter([slice(at, at + size) for at in range(0, len(copy), size)])
+
+            async def work() -> None:
+                for part in slices:
+                    statuses = await self._run_slice(run, op, part)
+                    if copy.landing:
+                        landed.append(copy.target.ids[part][statuses == LANDED])
+
+            await self._in_tasks(work, min(_SLICES_IN_FLIGHT, -(-len(copy) // size)))
         finally:
             if copy.landing:
                 op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
