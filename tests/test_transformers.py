@@ -196,6 +196,19 @@ def damage(directory: Path, content: bytes) -> int:
     return places
 
 
+async def test_the_model_never_runs_on_the_event_loop() -> None:
+    import threading
+
+    model, tokens = tiny_model("llama"), prompt(60)
+    async with reusing(model) as reuse:
+        threads = []
+        hook = model.register_forward_pre_hook(lambda *_: threads.append(threading.get_ident()))
+        await answer(reuse, tokens)
+        hook.remove()
+    assert len(threads) == 12
+    assert threading.get_ident() not in threads
+
+
 async def test_concurrent_requests_wait_for_lanes_and_do_not_mix() -> None:
     model, shared = tiny_model("llama"), prompt(64)
     prompts = [shared + prompt(10 + i, 20 + i) for i in range(6)]
@@ -250,6 +263,48 @@ async def test_a_late_step_of_a_released_request_touches_nothing() -> None:
         restored.release()
         with pytest.raises(InputError, match="given back"):
             await reuse.next_token(restored, tokens)
+
+
+async def test_a_released_cache_is_never_used_for_another_request() -> None:
+    model, tokens = tiny_model("llama"), prompt(60)
+    async with reusing(model, requests=1) as reuse:
+        stale = await reuse.restore(tokens)
+        stale.release()
+        with await reuse.restore(tokens):  # the same lane, another owner
+            for use in (reuse.next_token(stale, tokens), reuse.store(tokens, stale.cache)):
+                with pytest.raises(InputError, match="given back"):
+                    await use
+
+
+async def test_a_get_that_times_out_costs_time_but_no_token(tmp_path: Path) -> None:
+    from flexkv import plugins
+    from flexkv.backends.disk import DiskBackend
+
+    gate = asyncio.Event()
+    late = asyncio.Event()
+
+    class Stuck(DiskBackend):
+        """A disk whose reads wait for the gate."""
+
+        async def read(self, batch: Any) -> Any:
+            await gate.wait()
+            statuses = await super().read(batch)
+            late.set()
+            return statuses
+
+    model, tokens = tiny_model("llama"), prompt(101)
+    async with reusing(model, tmp_path) as reuse:
+        expected, _ = await answer(reuse, tokens)
+    with plugins.register(plugins.BACKENDS, "stuck", Stuck):
+        settings = {"disk_backend": "stuck", "transfer_timeout_ms": 200}
+        async with reusing(model, tmp_path, **settings) as reuse:
+            given, generation = await answer(reuse, tokens, store=False)
+            assert (given, generation.restored.loaded) == (expected, 0)
+            assert generation.restored.timed_out
+            gate.set()
+            await late.wait()
+            again, _ = await answer(reuse, tokens)
+            assert again == expected
 
 
 async def test_a_host_tier_without_room_costs_the_answer_nothing() -> None:

@@ -15,7 +15,7 @@ fp32). Measured on SmolLM2-135M with 3,072 tokens (2 cores): one decode step tak
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,8 +112,13 @@ class LaneCache(Cache):  # type: ignore[misc]
     """A transformers Cache over a lane's memory; valid until the lane is released."""
 
     def __init__(self, lane: Lane, tokens: int) -> None:
-        self.lane = lane
+        self.lane, self.owner = lane, lane.owner
         super().__init__(layers=[LaneLayer(keys, values, tokens) for keys, values in lane.rooms])
+
+    def check(self) -> None:
+        """Raise InputError if the lane was given back: its memory may be another request's now."""
+        if self.owner is None or self.lane.owner is not self.owner:
+            raise InputError("this cache was given back already; restore again")
 
 
 class Lane:
@@ -170,7 +175,8 @@ class Lanes:
             shape = (group.parts, group.heads, blocks, size, group.head_size)
             dtype = getattr(torch, group.dtype)
             self.tensors.append(torch.zeros(shape, dtype=dtype, device=device).fill_(0))
-        self._free = [self._lane(number) for number in reversed(range(requests))]
+        # First in, first out: a lane that was given back with work still under way waits longest.
+        self._free = deque(self._lane(number) for number in range(requests))
         self._room = anyio.Semaphore(requests)
 
     def _lane(self, number: int) -> Lane:
@@ -187,7 +193,7 @@ class Lanes:
     async def acquire(self) -> Lane:
         """Take a lane, once one is free and nothing of its last request touches it any more."""
         await self._room.acquire()
-        lane = self._free.pop()
+        lane = self._free.popleft()
         try:
             await lane.settled()
         except BaseException:

@@ -9,6 +9,7 @@ never waits for them.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 from flexkv.config import FlexKVConfig
 from flexkv.errors import CapacityError, InputError, TransferError
 from flexkv.integration.transformers.forward import run_model
-from flexkv.integration.transformers.lanes import LaneCache, Lanes, fill, kv_spec
+from flexkv.integration.transformers.lanes import Lane, LaneCache, Lanes, fill, kv_spec
 from flexkv.integration.transformers.weights import fingerprint
 from flexkv.manager import KVManager
 from flexkv.transfer import GetResult, PutResult, Transfer
@@ -114,20 +115,31 @@ class PrefixReuse:
         self._check(tokens, 0)
         lane = await self.lanes.acquire()
         try:
-            result = GetResult(0, 0)
-            plan = self.kv.get_match(tokens, namespace=namespace, leave_tokens=1)
-            if plan.matched:
-                fetch = self.kv.launch(plan, lane.slots)
-                lane.transfers.append(fetch)
-                try:
-                    result = await fetch
-                except BaseException:
-                    fetch.cancel()
-                    raise
-            return Restored(self, LaneCache(lane, result.loaded), result)
+            result = await self._fetch(tokens, lane, namespace)
         except BaseException:
             self.lanes.release(lane)
             raise
+        if result.timed_out:
+            # Bytes may still land in this lane: give it back and compute in another one.
+            self.lanes.release(lane)
+            lane = await self.lanes.acquire()
+            result = replace(result, loaded=0)
+        return Restored(self, LaneCache(lane, result.loaded), result)
+
+    async def _fetch(self, tokens: Sequence[int], lane: Lane, namespace: Namespace) -> GetResult:
+        plan = self.kv.get_match(tokens, namespace=namespace, leave_tokens=1)
+        if not plan.matched:
+            return GetResult(0, 0)
+        fetch = self.kv.launch(plan, lane.slots)
+        lane.transfers.append(fetch)
+        try:
+            result: GetResult = await fetch
+            if not result.timed_out:
+                await fetch.quiesced()
+        except BaseException:
+            fetch.cancel()
+            raise
+        return result
 
     async def store(
         self, tokens: Sequence[int], cache: Cache, *, namespace: Namespace = None
@@ -143,6 +155,7 @@ class PrefixReuse:
         """
         tokens = tokens[: int(cache.get_seq_length())]
         if isinstance(cache, LaneCache):
+            cache.check()
             stored: PutResult = await self._put(tokens, cache, namespace)
             return stored
         self._check(tokens, 0)
@@ -192,12 +205,9 @@ class PrefixReuse:
         )
 
     async def _compute(self, cache: LaneCache, work: partial[Any]) -> Any:
-        lane, owner = cache.lane, cache.lane.owner
-
         def step() -> Any:
-            with lane.lock:
-                if owner is None or lane.owner is not owner:
-                    raise InputError("this cache was given back already; restore again")
+            with cache.lane.lock:
+                cache.check()
                 return work()
 
         return await to_thread.run_sync(step, limiter=self._forwards)
