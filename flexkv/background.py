@@ -10,36 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-import anyio
 import numpy as np
 
 from flexkv.engine import Engine
 from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
-from flexkv.model import BlockIds, BoolArray, IOStatus, KeyArray, TierState
+from flexkv.model import FAILED, LANDING, READY, BlockIds, BoolArray, KeyArray
 from flexkv.planner import Planner
 from flexkv.protocols import BlockIO, StorageBackend
 from flexkv.telemetry import Telemetry, log
-
+from flexkv.waiting import Signal
 
 _ATTEMPTS = 3  # writes of a block that fail in a row before it is given up
-
-
-class Signal:
-    """An event that can be raised many times; waiters see the next raise."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-
-    def raise_(self) -> None:
-        """Wake everybody who waits now."""
-        if self._event.statistics().tasks_waiting:
-            self._event.set()
-            self._event = anyio.Event()
-
-    async def wait(self) -> None:
-        """Wait for the next raise."""
-        await self._event.wait()
 
 
 class Spiller:
@@ -157,12 +139,10 @@ class Spiller:
         index, lowest = ledger.index, ledger.stores[-1]
         while True:
             there = (index.keys(blocks) == keys).all(axis=1)
-            there &= index.states(lowest.number, blocks) == TierState.READY
+            there &= index.states(lowest.number, blocks) == READY
             if there.all():
                 return
-            on_the_way = self.pending(blocks) | (
-                index.states(lowest.number, blocks) == TierState.LANDING
-            )
+            on_the_way = self.pending(blocks) | (index.states(lowest.number, blocks) == LANDING)
             if self._stopped or not on_the_way[~there].any():
                 raise TransferError(
                     f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
@@ -218,7 +198,7 @@ class Discarder:
         store = self._stores[discard.tier.name]
         batch = BlockIO(discard.slots, discard.slots, discard.keys)
         try:
-            failed = await store.discard(batch) != IOStatus.LANDED
+            failed = await store.discard(batch) == FAILED
         except Exception as error:
             log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
             failed = np.ones(len(batch), np.bool_)

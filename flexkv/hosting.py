@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import anyio
 import anyio.abc
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.admission import Admission
-from flexkv.background import Signal
+from flexkv.carriers import Carriers
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Run
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, FlexKVError
@@ -27,6 +27,7 @@ from flexkv.request import Request
 from flexkv.stack import Stack, build
 from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Transfer
+from flexkv.waiting import Deadlines, Signal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +38,6 @@ class Host:
 
     def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
         self._config, self._telemetry = config, telemetry
-        self._timeout_s = config.transfer_timeout_ms / 1e3
         self._thread = threading.get_ident()
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
@@ -48,6 +48,8 @@ class Host:
         self._saving = 0
         self._ended = Signal()
         self.transfers: set[Transfer] = set()
+        self._deadlines: Deadlines[Request]
+        self._carriers: Carriers[Request]
         self._admission = Admission(config)
         self.admit = self._admission.check
 
@@ -93,10 +95,6 @@ class Host:
             self._break(error)
             raise self._broken() from error
 
-    def call_later(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> Any:
-        """Call back after `delay_s` on the loop; returns a handle with cancel()."""
-        return self.stack().completions.call_later(delay_s, callback, *arguments)
-
     # the hosted task
 
     async def serve(self) -> None:
@@ -111,12 +109,16 @@ class Host:
                 self._failure = error  # nothing was open: the one who enters is told, nobody else
                 return
             self._stack = stack
+            self._deadlines = Deadlines(
+                stack.completions, self._config.transfer_timeout_ms / 1e3, self._time_out
+            )
             stack.observe(self._telemetry)
             for kind in self._admission.kinds:
                 reading = partial(self._admission.entered, kind)
                 self._telemetry.gauge("transfers_in_flight", reading, kind=kind)
             async with anyio.create_task_group() as group:
                 self._group = group
+                self._carriers = Carriers(group, self._carry)
                 for _ in range(stack.spiller.workers):
                     group.start_soon(stack.spiller.run)
                 group.start_soon(stack.discarder.run)
@@ -177,12 +179,11 @@ class Host:
             transfer.fail(
                 self._broken() if self._failure else ClosedError("the manager was closed meanwhile")
             )
-            if transfer.timer is not None:
-                transfer.timer.cancel()
         self.transfers.clear()
         self._ended.raise_()
         stack, self._stack = self._stack, None
         if stack is not None:
+            self._deadlines.clear()
             stack.spiller.stop()
             stack.discarder.stop()
             self._telemetry.retire()
@@ -220,9 +221,8 @@ class Host:
         transfer = request.transfer
         self.transfers.add(transfer)
         self._admission.enter(request.kind)
-        transfer.timer = self.call_later(self._timeout_s, self._time_out, request)
-        assert self._group is not None
-        self._group.start_soon(self._carry, request)
+        self._deadlines.add(request)
+        self._carriers.start(request)
 
     async def _carry(self, request: Request) -> None:
         try:
@@ -244,8 +244,7 @@ class Host:
         """Drop the pins; nothing of the request is in flight any more."""
         assert self._stack is not None
         transfer = request.transfer
-        if transfer.timer is not None:
-            transfer.timer.cancel()
+        self._deadlines.remove(request)
         self._stack.planner.release(request.run.graph.blocks)
         if transfer in self.transfers:
             self.transfers.discard(transfer)
@@ -282,6 +281,7 @@ class Host:
         try:
             assert self._stack is not None
             await self._stack.engine.run(run)
+            self._stack.planner.release(run.graph.blocks)
         except Exception as error:
             self._break(_only(error))
         finally:

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from flexkv.index import PrefixIndex
 from flexkv.model import (
+    ABSENT,
+    DAMAGED,
     DEVICE,
+    FAILED,
     HOST,
+    LANDED,
+    MISSING,
+    READY,
     BlockIds,
     Copy,
-    IOStatus,
     KeyArray,
     SlotIds,
     Statuses,
-    TierState,
     TransferGraph,
 )
 from flexkv.pool import SlotPool
@@ -100,7 +104,7 @@ class Ledger:
         tier = self.tiers[op.target.place]
         if op.source.place == HOST and op.landing:
             self._saved(op.source.ids[np.isin(op.positions, positions)])
-        ok = statuses == IOStatus.LANDED
+        ok = statuses == LANDED
         landed, lost = blocks[ok], blocks[~ok]
         self.index.ready(tier.number, landed, now)
         if tier is self.host:
@@ -113,22 +117,22 @@ class Ledger:
     def offer_unspilled(self, blocks: BlockIds, keys: KeyArray) -> None:
         """With spill="through", offer host blocks that no store holds: their spill was dropped."""
         if self.spill == "through" and len(blocks):
-            lacking = self.index.states(self.host.number, blocks) == TierState.READY
+            lacking = self.index.states(self.host.number, blocks) == READY
             for store in self.stores:
-                lacking &= self.index.states(store.number, blocks) == TierState.ABSENT
+                lacking &= self.index.states(store.number, blocks) == ABSENT
             if lacking.any():
                 self.spills.append((blocks[lacking], keys[lacking]))
 
     def _judge(self, store: Tier, blocks: BlockIds, statuses: Statuses) -> None:
         """Forget stored blocks that are damaged, or that failed to be read too often in a row."""
-        self._strikes[blocks[statuses == IOStatus.LANDED]] = 0
-        failed = statuses == IOStatus.FAILED
-        damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
+        self._strikes[blocks[statuses == LANDED]] = 0
+        failed = statuses == FAILED
+        damaged = (statuses == DAMAGED) | (statuses == MISSING)
         self._strikes[blocks[failed]] += 1
         self.failed_blocks += int(np.count_nonzero(failed))
         self.damaged_blocks += int(np.count_nonzero(damaged))
         gone = blocks[damaged | (failed & (self._strikes[blocks] >= self.max_read_failures))]
-        gone = gone[self.index.states(store.number, gone) == TierState.READY]
+        gone = gone[self.index.states(store.number, gone) == READY]
         if len(gone):
             self._strikes[gone] = 0
             keys = self.index.keys(gone)
@@ -163,7 +167,7 @@ class Ledger:
         blocks = self.index.find(keys)
         tail = blocks[len(blocks) - self.index.removable(blocks) :][::-1]
         for tier in self.tiers.values():
-            here = tail[self.index.states(tier.number, tail) == TierState.READY]
+            here = tail[self.index.states(tier.number, tail) == READY]
             if len(here):
                 held = self.index.keys(here)
                 self.vacate(tier, self.index.drop(tier.number, here), held)

@@ -16,19 +16,21 @@ from flexkv import spills
 from flexkv.errors import CapacityError
 from flexkv.ledger import Ledger
 from flexkv.model import (
+    ABSENT,
     DEVICE,
     HOST,
+    LANDING,
     NO_BLOCK,
     PRIORITY_GET,
     PRIORITY_PREFETCH,
     PRIORITY_PUT,
+    READY,
     BlockIds,
     BoolArray,
     Copy,
     KeyArray,
     SlotIds,
     Span,
-    TierState,
     TransferGraph,
 )
 
@@ -89,19 +91,22 @@ class Planner:
         self.index.touch(blocks, now)
         count = len(blocks)
         states = self.index.states(self.host.number, blocks)
-        in_host = states == TierState.READY
+        in_host = states == READY
         goal, priority = (
             (HOST, PRIORITY_PREFETCH) if device_blocks is None else (DEVICE, PRIORITY_GET)
         )
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
-        if in_host.all():
-            if device_blocks is not None:
-                ops.append(self._from_host(blocks, np.arange(count), device_blocks))
-            arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
-            graph = TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority)
+        if np.count_nonzero(in_host) == count:
+            if device_blocks is None:
+                graph = TransferGraph((), blocks, keys, in_host, goal, priority)
+                return GetPlan(graph, None, by_tier)
+            source = Span(HOST, self.index.slots(self.host.number, blocks))
+            everything = Copy(source, Span(DEVICE, device_blocks), np.arange(count))
+            arrived = np.zeros(count, np.bool_)
+            graph = TransferGraph((everything,), blocks, keys, arrived, goal, priority)
             return GetPlan(graph, None, by_tier)
-        joinable = (states == TierState.LANDING) & (self.ledger.landings(blocks) > 0)
+        joinable = (states == LANDING) & (self.ledger.landings(blocks) > 0)
         if device_blocks is None:
             ops.extend(self._await_landings(blocks, np.flatnonzero(joinable)))
         else:
@@ -148,7 +153,7 @@ class Planner:
         A block that finds a host slot is promoted on the way; the others pass through staging
         memory.
         """
-        absent = far[states[far] == TierState.ABSENT]
+        absent = far[states[far] == ABSENT]
         slots, saves, waits = self._host_room(len(absent))
         promoted = absent[: len(slots)]
         self.index.land(self.host.number, blocks[promoted], slots)
@@ -157,7 +162,7 @@ class Planner:
         goes_to_host = np.zeros(len(blocks), np.bool_)
         goes_to_host[promoted] = True
         for store in self.stores:
-            here = self.index.states(store.number, blocks[far]) == TierState.READY
+            here = self.index.states(store.number, blocks[far]) == READY
             mine, far = far[here], far[~here]
             by_tier[store.name] = len(mine)
             store_slots = np.zeros(len(blocks), np.uint32)
@@ -196,7 +201,7 @@ class Planner:
         known = self.index.find(keys)
         self.index.pin(known)
         self.index.touch(known, now)
-        absent = np.flatnonzero(self.index.states(self.host.number, known) == TierState.ABSENT)
+        absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
         positions = np.concatenate((absent, np.arange(len(known), len(keys))))
         chosen = self.host.victims(
             len(positions), partial=False, exact=self.ledger.spill == "on_evict"
@@ -222,7 +227,7 @@ class Planner:
 
     def launch_put(self, plan: PutPlan, device_blocks: SlotIds) -> TransferGraph:
         """Turn a put plan into its graph. `device_blocks` covers all blocks of the prompt."""
-        arrived = self.index.states(self.host.number, plan.blocks) == TierState.READY
+        arrived = self.index.states(self.host.number, plan.blocks) == READY
         others = ~arrived  # landing for somebody else's put: that one is waited for
         others[plan.positions] = False
         self.ledger.offer_unspilled(plan.blocks[arrived], plan.keys[arrived])
@@ -275,12 +280,12 @@ class Planner:
         dirty = self._only_in_host(victims)
         # clean victims leave first: from here on the store knows that it holds their only copy
         self.host.give(self.host.evict(victims[~dirty]))
-        saved, saves = spills.plan_save(self.ledger, victims[dirty][::-1])
-        unsaved = victims[dirty][: np.count_nonzero(dirty) - len(saved)]
-        self.host.give(self.host.evict(unsaved))
+        saved, saves = spills.plan_save(self.ledger, victims[dirty])
+        found = np.isin(victims, saved)
+        self.host.give(self.host.evict(victims[dirty & ~found]))
         if saves is None:
             return self.host.pool.take(count), None, ()
-        kept = self.host.evict(saved[::-1])
+        kept = self.host.evict(victims[found])
         self.ledger.hold(kept)
         return (
             np.concatenate((self.host.pool.take(count - len(kept)), kept)),
@@ -291,7 +296,7 @@ class Planner:
     def _only_in_host(self, blocks: BlockIds) -> BoolArray:
         elsewhere = np.zeros(len(blocks), np.bool_)
         for store in self.stores:
-            elsewhere |= self.index.states(store.number, blocks) != TierState.ABSENT
+            elsewhere |= self.index.states(store.number, blocks) != ABSENT
         return ~elsewhere
 
     # down to the stores

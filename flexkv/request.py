@@ -7,6 +7,7 @@ settles the other.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -64,6 +65,7 @@ class Request:
 
     __slots__ = (
         "by_tier",
+        "context",
         "device_blocks",
         "kind",
         "matched",
@@ -89,6 +91,7 @@ class Request:
         self.kind, self.matched, self.run = plan.kind, plan.matched, run
         self.tokens, self.by_tier, self.device_blocks = tokens_per_block, by_tier, device_blocks
         self.telemetry = telemetry
+        self.context = contextvars.copy_context()  # what the caller's log lines carry
         self.own = _NONE if plan.put is None else plan.put.positions  # not another put's blocks
         self.transfer = Transfer(
             plan.kind,
@@ -112,13 +115,17 @@ class Request:
         if self.transfer.done:
             return
         arrived = self.run.arrived
-        prefix = len(arrived) if arrived.all() else int(np.argmin(arrived))
+        count = len(arrived)
+        whole = np.count_nonzero(arrived) == count
+        prefix = count if whole else int(np.argmin(arrived))
         if self.kind == "put":
             self._conclude_put(prefix, int(np.count_nonzero(~arrived[self.own])), timed_out)
             return
         if self.kind == "get":
             self.telemetry.add("loaded_blocks", prefix)
-        failed = _NO_BLOCKS if self.device_blocks is None else self.device_blocks[~arrived]
+        failed = _NO_BLOCKS
+        if self.device_blocks is not None and not whole:
+            failed = self.device_blocks[~arrived]
         cancelled = self.run.cancelled and not timed_out
         self.transfer.settle(
             lambda elapsed_ms, exposed_ms: GetResult(
@@ -163,7 +170,8 @@ class Request:
         observe("transfer_seconds", exposed_ms / 1e3, kind=self.kind, part="exposed")
         hidden_ms = elapsed_ms - exposed_ms
         observe("transfer_seconds", hidden_ms / 1e3, kind=self.kind, part="hidden")
-        log.debug(
+        self.context.run(
+            log.debug,
             "transfer.done",
             kind=self.kind,
             outcome=self.transfer.outcome,

@@ -12,14 +12,15 @@ import numpy as np
 
 from flexkv.ledger import Ledger
 from flexkv.model import (
+    ABSENT,
     HOST,
     NO_BLOCK,
     PRIORITY_SPILL,
+    READY,
     BlockIds,
     Copy,
     KeyArray,
     Span,
-    TierState,
     TransferGraph,
 )
 
@@ -34,7 +35,7 @@ def plan_spill(
     """
     index, host = ledger.index, ledger.host.number
     still = (index.keys(blocks) == keys).all(axis=1)
-    still &= index.states(host, blocks) == TierState.READY
+    still &= index.states(host, blocks) == READY
     dropped = int(np.count_nonzero(~still))
     lacking = [_lacking(ledger, store.number, blocks[still]) for store in ledger.stores]
     blocks = _once(lacking)
@@ -65,7 +66,7 @@ def plan_spill(
 def _lacking(ledger: Ledger, store: int, blocks: BlockIds) -> BlockIds:
     """Those of `blocks`, and ancestors, that the host could write to a store; ancestors first."""
     index, host = ledger.index, ledger.host.number
-    wanted = blocks[index.states(store, blocks) == TierState.ABSENT]
+    wanted = blocks[index.states(store, blocks) == ABSENT]
     parents = np.unique(index.parents(wanted))
     above = index.unsaved(host, store, parents[~np.isin(parents, wanted)])
     wanted = _once([above, wanted])
@@ -74,7 +75,7 @@ def _lacking(ledger: Ledger, store: int, blocks: BlockIds) -> BlockIds:
 
 def _pin_parents(ledger: Ledger, blocks: BlockIds) -> BlockIds:
     """Keep a store from evicting a parent to make room for its child; returns what to unpin."""
-    parents = np.unique(ledger.index.parents(blocks))
+    parents: BlockIds = np.unique(ledger.index.parents(blocks))
     parents = parents[parents != NO_BLOCK]
     ledger.index.pin(parents)
     return parents
@@ -86,25 +87,34 @@ def _once(parts: list[BlockIds]) -> BlockIds:
 
 
 def plan_save(ledger: Ledger, blocks: BlockIds) -> tuple[BlockIds, TransferGraph | None]:
-    """Plan to write blocks (ancestors first) that are about to lose their host slots into the first
-    store; offer their ancestors to it too.
+    """Plan to write blocks that are about to lose their host slots into the first store, together
+    with ancestors that it lacks; pins them all. The first op brings the blocks, so that their slots
+    are free early.
+
+    Returns the blocks that found a slot: never one without its ancestors.
     """
-    index, store = ledger.index, ledger.stores[0]
-    parents = _pin_parents(ledger, blocks)
-    taken = store.take(len(blocks), partial=True)
+    index, host, store = ledger.index, ledger.host.number, ledger.stores[0]
+    wanted = _lacking(ledger, store.number, blocks)
+    parents = _pin_parents(ledger, wanted)
+    taken = store.take(len(wanted), partial=True)
     index.unpin(parents)
-    if taken is None or len(taken[0]) == 0:
-        return blocks[:0], None
-    ledger.vacate(store, taken[1])
-    blocks = blocks[: len(taken[0])]
-    source = Span(HOST, index.slots(ledger.host.number, blocks))
-    index.land(store.number, blocks, taken[0])
-    above = index.unsaved(ledger.host.number, store.number, np.unique(index.parents(blocks)))
-    if len(above):
-        ledger.spills.append((above, index.keys(above)))
-    landing = ledger.open_landing(blocks[:0])
-    op = Copy(source, Span(store.name, taken[0]), np.arange(len(blocks)), landing=landing)
-    return blocks, _graph(ledger, (op,), blocks, store.name)
+    assert taken is not None
+    slots, spare = taken
+    ledger.vacate(store, spare)
+    wanted = wanted[: len(slots)]
+    if len(wanted) == 0:
+        return wanted, None
+    index.land(store.number, wanted, slots)
+    leaving = np.isin(wanted, blocks)
+    ops = []
+    for some in (leaving, ~leaving):
+        if some.any():
+            source = Span(HOST, index.slots(host, wanted[some]))
+            landing = ledger.open_landing(wanted[:0])
+            target = Span(store.name, slots[some])
+            ops.append(Copy(source, target, np.flatnonzero(some), landing=landing))
+    index.pin(wanted)
+    return wanted[leaving], _graph(ledger, tuple(ops), wanted, store.name)
 
 
 def _graph(ledger: Ledger, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -> TransferGraph:

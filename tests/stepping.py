@@ -18,7 +18,7 @@ from flexkv import plugins
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.disk import DiskBackend
 from flexkv.model import Statuses
-from flexkv.protocols import BlockCopy, BlockIO
+from flexkv.protocols import BlockCopy, BlockIO, Recovered, Services
 
 
 class Steps:
@@ -37,7 +37,8 @@ class Steps:
         name)."""
         self.release()
         self.names, self.held, self._hold_at = [], "", hold_at
-        self.reached, self._open = asyncio.Event(), asyncio.Event()
+        self.reached.clear()
+        self._open = asyncio.Event()
 
     def release(self) -> None:
         """Let everybody through, now and later."""
@@ -75,6 +76,12 @@ class SteppingDisk(DiskBackend):
     """The disk tier, stopping before and after each batch."""
 
     steps: Steps
+
+    async def open(self, services: Services) -> Recovered | None:
+        await self.steps.point("before open")
+        found = await super().open(services)
+        await self.steps.point("after open")
+        return found
 
     async def read(self, batch: BlockIO) -> Statuses:
         await self.steps.point("before read")

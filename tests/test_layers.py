@@ -16,7 +16,10 @@ PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
 BRAIN = "keys index order pool tier ledger spills planner"
-BODY = "completion memory lanes admission engine background plans request stack hosting transfer"
+BODY = (
+    "completion memory lanes waiting carriers admission engine background plans request stack "
+    "hosting transfer"
+)
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
     "errors": "",
@@ -39,13 +42,16 @@ MAY_IMPORT = {
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "errors",
+    "waiting": "completion",
+    "carriers": "",
     "admission": f"config lanes {VOCABULARY}",
-    "engine": f"completion lanes pool protocols telemetry {VOCABULARY}",  # no backend, no index
+    # no backend, no index
+    "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
-    "background": f"engine ledger planner index protocols telemetry {VOCABULARY}",
-    "transfer": f"planner protocols {VOCABULARY}",
-    "plans": f"completion planner telemetry transfer {VOCABULARY}",
+    "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
+    "transfer": f"planner protocols waiting {VOCABULARY}",
+    "plans": f"completion planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     "stack": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
@@ -60,8 +66,8 @@ MAY_IMPORT = {
 # package -> rooms that may import it
 OUTSIDE = {
     "asyncio": "completion manager sync testing",
-    "anyio": "completion manager sync lanes engine background plans request stack hosting transfer "
-    "backends codecs integration testing cli bench",
+    "anyio": "completion manager sync lanes waiting carriers engine background plans request stack "
+    "hosting transfer backends codecs integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "",
