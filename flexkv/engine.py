@@ -311,7 +311,7 @@ class Engine:
                 "op.failed", source=HOST, target=DEVICE, blocks=len(slots), error=repr(error)
             )
             self._telemetry.add("failed_blocks", len(slots), source=HOST, target=DEVICE)
-            return np.full(len(slots), IOStatus.SKIPPED, np.uint8)
+            return np.full(len(slots), SKIPPED, np.uint8)
 
 
 def _no_room(error: BaseException) -> bool:

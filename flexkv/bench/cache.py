@@ -17,9 +17,8 @@ import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
-from flexkv.config import FlexKVConfig
+from flexkv import FlexKVConfig, KVManager
 from flexkv.errors import TransferError
-from flexkv.manager import KVManager
 from flexkv.model import PAGE_BYTES, KVSpec
 
 LLAMA = KVSpec.uniform(layers=32, heads=8, head_size=128, dtype="bfloat16", tokens_per_block=16)
