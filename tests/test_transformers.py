@@ -214,7 +214,7 @@ async def test_the_model_never_runs_on_the_event_loop() -> None:
     assert threading.get_ident() not in threads
 
 
-async def test_concurrent_requests_wait_for_lanes_and_do_not_mix() -> None:
+async def test_concurrent_requests_wait_for_seats_and_do_not_mix() -> None:
     model, shared = tiny_model("llama"), prompt(64)
     prompts = [shared + prompt(10 + i, 20 + i) for i in range(6)]
     async with reusing(model, requests=2) as reuse:
@@ -226,7 +226,7 @@ async def test_concurrent_requests_wait_for_lanes_and_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 5])
-async def test_a_cancelled_request_gives_its_lane_back(step: int) -> None:
+async def test_a_cancelled_request_gives_its_seat_back(step: int) -> None:
     model, tokens = tiny_model("llama"), prompt(101)
     async with reusing(model, requests=1) as reuse:
         expected, _ = await answer(reuse, tokens)
@@ -250,7 +250,7 @@ async def test_a_cancelled_request_gives_its_lane_back(step: int) -> None:
         assert again == expected
 
 
-async def test_a_listener_that_leaves_early_gives_the_lane_back() -> None:
+async def test_a_listener_that_leaves_early_gives_the_seat_back() -> None:
     model, tokens = tiny_model("qwen2"), prompt(60)
     async with reusing(model, requests=1) as reuse:
         stream = aiter(reuse.generate(tokens, max_new_tokens=50, stop=()))
@@ -275,7 +275,7 @@ async def test_a_released_cache_is_never_used_for_another_request() -> None:
     async with reusing(model, requests=1) as reuse:
         stale = await reuse.restore(tokens)
         stale.release()
-        with await reuse.restore(tokens):  # the same lane, another owner
+        with await reuse.restore(tokens):  # the same seat, another owner
             for use in (reuse.next_token(stale, tokens), reuse.store(tokens, stale.cache)):
                 with pytest.raises(InputError, match="given back"):
                     await use

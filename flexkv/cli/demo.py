@@ -59,7 +59,7 @@ def demo(
     json_output: bool = typer.Option(
         False, "--json", help="Print the report as JSON; the last line goes to stderr."
     ),
-    document_tokens: int = typer.Option(6144, min=64, help="Length of the shared document."),
+    document_tokens: int = typer.Option(7168, min=64, help="Length of the shared document."),
     chat_tokens: int = typer.Option(1024, min=64, help="Length of the chat's system prompt."),
     answer_tokens: int = typer.Option(16, min=1, help="Length of an answer."),
     cache_home: Path = typer.Option(
