@@ -169,7 +169,7 @@ def test_calls_that_race_closing_end(tmp_path: Path) -> None:
         with opened(None) as (kv, device):
             going = threading.Barrier(5)
 
-            def work(number: int) -> int:
+            def work(number: int, going: threading.Barrier = going) -> int:
                 going.wait(10)
                 calls = 0
                 try:
