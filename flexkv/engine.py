@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flexkv.completion import Completions
 from flexkv.errors import CapacityError
-from flexkv.lanes import Lane
+from flexkv.lanes import Lane, Staging
 from flexkv.model import (
     DAMAGED,
     DEVICE,
@@ -33,7 +33,6 @@ from flexkv.model import (
     Statuses,
     TransferGraph,
 )
-from flexkv.pool import SlotPool
 from flexkv.protocols import (
     BlockCopy,
     BlockIO,
@@ -90,9 +89,8 @@ class Engine:
         completions: Completions,
         device: DeviceBackend,
         stores: Mapping[str, StorageBackend],
-        staging: SlotPool,
+        staging: Staging,
         *,
-        first_staging_slot: int,
         block_bytes: int,
         chunk_blocks: int,
         lane_bytes: int,
@@ -104,8 +102,7 @@ class Engine:
         self.block_bytes, self.chunk_blocks = block_bytes, max(1, chunk_blocks)
         self.ops_in_flight = max(2, ops_in_flight)
         self._commit, self._telemetry = commit, telemetry
-        self._staging, self._first_staging_slot = staging, first_staging_slot
-        self._staging_lane = Lane("staging", staging.capacity)
+        self._staging = staging
         places = [(DEVICE, HOST), (HOST, DEVICE)]
         places += [
             pair for store in stores for pair in ((store, HOST), (HOST, store), (store, DEVICE))
@@ -299,10 +296,8 @@ class Engine:
         step = self._staging.capacity
         for start in range(0, len(sources), step):
             part = slice(start, start + step)
-            held = await self._staging_lane.acquire(len(sources[part]), run.graph.priority)
-            staged = self._staging.take(held)
-            try:
-                slots = staged + np.uint32(self._first_staging_slot)
+            borrowed = self._staging.borrow(len(sources[part]), run.graph.priority)
+            async with borrowed as slots:
                 answer = await store.read(BlockIO(slots, sources[part], keys[part]))
                 read = as_statuses(answer, len(slots))
                 good = read == LANDED
@@ -311,9 +306,6 @@ class Engine:
                         run, copy, targets[part][good], slots[good]
                     )
                 statuses[part] = read
-            finally:
-                self._staging.give(staged)
-                self._staging_lane.release(held)
         return statuses
 
     async def _from_staging(
