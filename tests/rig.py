@@ -167,14 +167,20 @@ class Rig:
         """
         loaded = result.loaded // TOKENS_PER_BLOCK
         for i, block in enumerate(targets[:loaded]):
-            assert np.array_equal(self.device.read(block), pattern(tokens, i, namespace)), (
-                f"block {i} is wrong"
-            )
+            self.compare(block, tokens, i, namespace)
         wiped = np.full(SPEC.block_bytes // 2, sentinel, np.uint16).view(np.uint8)
         for block in set(range(self.device.blocks)) - set(targets):
             assert np.array_equal(self.device.read(block), wiped), (
                 f"device block {block} was touched"
             )
+
+    def compare(
+        self, device_block: int, tokens: Sequence[int], block: int, namespace: Any = None
+    ) -> None:
+        """Check that a device block holds block `block` of a prompt."""
+        assert np.array_equal(self.device.read(device_block), pattern(tokens, block, namespace)), (
+            f"block {block} is wrong"
+        )
 
     async def check_idle(self) -> None:
         """Nothing is pinned, planned, in flight or out of the books."""
