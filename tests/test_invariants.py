@@ -21,7 +21,6 @@ from stepping import open_stepping
 from flexkv import CapacityError, FormatError, OwnershipError
 from flexkv.testing.faults import flip_bit
 
-
 # 1. A block is readable in a tier only after its bytes landed there and were committed
 
 
