@@ -191,7 +191,7 @@ class PrefixIndex:
     # eviction
 
     def stranded(self, tier: int, gone: BlockIds, count: int) -> BlockIds:
-        """Up to `count` blocks that can leave `tier` after `gone` if only children there count."""
+        """Up to `count` blocks that could leave after `gone` if only children in `tier` count."""
         self._check_tier(tier)
         given, found = as_blocks(gone), np.empty(count, np.uint32)
         wanted = (u32(given), len(given), count, u32(found))

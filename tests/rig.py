@@ -79,6 +79,15 @@ class Device:
         for cache in self.caches.values():
             cache[:] = value
 
+    def write_sentinel(self, block: int, value: int = 0xDEAD) -> None:
+        """Fill a block with a sentinel."""
+        for cache in self.caches.values():
+            cache[:, block] = value
+
+    def holds_sentinel(self, block: int, value: int = 0xDEAD) -> bool:
+        """Whether a block still holds the sentinel."""
+        return all(bool((cache[:, block] == value).all()) for cache in self.caches.values())
+
     def is_wiped(self, value: int = 0xDEAD) -> bool:
         """Whether everything still holds the sentinel."""
         return all(bool((cache == value).all()) for cache in self.caches.values())
