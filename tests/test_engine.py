@@ -153,13 +153,17 @@ async def test_a_put_waits_for_the_blocks_that_another_put_is_bringing(tmp_path:
         await steps.reached.wait()
         longer = prompt(2, 6, shared=shared)
         second = rig.start_put(longer, first=20)
+        third = rig.start_put(shared, first=40)  # brings nothing itself
         for _ in range(20):
             await tick()
         assert not second.done
+        assert not third.done
         steps.release()
         result = await second.durable()
         assert (result.stored, result.new) == (24, 8)
         assert first.done
+        result = await third.durable()
+        assert (result.stored, result.new) == (16, 0)
         assert (await rig.get(longer)).loaded == 24
 
 
@@ -176,6 +180,16 @@ async def test_a_put_tells_what_another_puts_failure_cost_it(tmp_path: Path) -> 
         assert (await rig.get(longer)).loaded == 24
 
 
+async def test_a_get_does_not_wait_for_a_put_that_is_only_planned(tmp_path: Path) -> None:
+    async with open_stepping(tmp_path) as (rig, _):
+        await in_disk_only(rig, 1)
+        plan = rig.kv.put_match(prompt(1, 6))  # host slots are taken, and hold nothing yet
+        result = await rig.kv.get_async(prompt(1, 6), slots_of(range(6)))
+        assert (result.loaded, result.by_tier) == (24, {"host": 0, "disk": 6})
+        assert right(rig, 1, list(range(6)))
+        plan.cancel()
+
+
 async def test_a_prefetch_waits_for_the_get_that_brings_its_blocks(tmp_path: Path) -> None:
     async with open_stepping(tmp_path) as (rig, steps):
         await in_disk_only(rig, 1)
@@ -183,6 +197,9 @@ async def test_a_prefetch_waits_for_the_get_that_brings_its_blocks(tmp_path: Pat
         get = rig.kv.get_async(prompt(1, 6), slots_of(range(6)))
         await steps.reached.wait()
         prefetch = rig.kv.prefetch_async(prompt(1, 6))
+        for _ in range(20):
+            await tick()
+        assert not prefetch.done
         steps.release()
         assert (await prefetch).loaded == 24
         assert (await get).loaded == 24
