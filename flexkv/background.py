@@ -138,10 +138,12 @@ class Spiller:
         while True:
             there = (index.keys(blocks) == keys).all(axis=1)
             there &= index.states(lowest.number, blocks) == READY
+            pending = self.pending(blocks)
+            on_the_way = pending | (index.states(lowest.number, blocks) == LANDING)
             if there.all():
-                return
-            on_the_way = self.pending(blocks) | (index.states(lowest.number, blocks) == LANDING)
-            if self._stopped or not on_the_way[~there].any():
+                if self._stopped or not pending.any():  # nor is any of them pinned by a spill
+                    return
+            elif self._stopped or not on_the_way[~there].any():
                 raise TransferError(
                     f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
                     f"{lowest.name}: dropped under load, evicted before their turn, or an I/O "
