@@ -136,3 +136,9 @@ async def test_nothing_is_on_disk_that_is_not_in_the_index(tmp_path: Path) -> No
         await rig.kv.reset()
     async with open_rig(tmp_path, **settings) as rig:
         assert rig.kv.usage()["disk"]["readable"] == 0
+
+
+async def test_what_is_durable_can_leave_the_host_at_once(tmp_path: Path) -> None:
+    async with open_stepping(tmp_path, disk=400) as (rig, _):
+        for name in range(40):
+            await rig.put(prompt(name, 8))  # the whole host, every time
