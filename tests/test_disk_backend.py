@@ -5,6 +5,7 @@ directories.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from loop_matrix import LOOPS, run_on
 
 from flexkv.backends.disk import DiskBackend, DiskSettings
 from flexkv.backends.disk.engines import ThreadEngine
+from flexkv.completion import Completions
 from flexkv.errors import (
     ClosedError,
     ConfigError,
@@ -37,6 +39,7 @@ from flexkv.errors import (
     OwnershipError,
     StorageError,
 )
+from flexkv.memory import Arena
 from flexkv.model import Identity, KVSpec
 from flexkv.protocols import Services, StorageBackend
 
@@ -228,6 +231,65 @@ async def test_memory_file_systems_are_used_with_threads(memory_folder: Path) ->
         assert "tmpfs" in rig.backend.engine_reason
         assert await rig.put(range(8)) == [LANDED] * 8
         assert await rig.get(range(8)) == [LANDED] * 8
+
+
+@pytest.mark.parametrize("engine", ENGINES[:1])
+async def test_a_prefaulted_arena_is_registered_and_the_reason_says_so(
+    tmp_path: Path, engine: str
+) -> None:
+    async with Rig(folders(tmp_path, 2), engine=engine) as rig:
+        assert "buffers are registered" in rig.backend.engine_reason
+        assert await rig.put(range(20)) == [LANDED] * 20
+        assert await rig.get(range(20)) == [LANDED] * 20
+    async with Rig(folders(tmp_path, 2), engine=engine, register_buffers="never") as rig:
+        assert "not registered" in rig.backend.engine_reason
+        assert await rig.get(range(20)) == [LANDED] * 20
+
+
+@pytest.mark.parametrize("engine", ENGINES[:1])
+async def test_an_arena_that_is_not_there_yet_is_not_registered(
+    tmp_path: Path, engine: str
+) -> None:
+    completions = Completions(crew_threads=1)
+    arena = Arena(32, SPEC.stride_bytes, huge_pages=False, prefault=False)
+    settings = {"directories": folders(tmp_path, 1), "engine": engine}
+    backend = DiskBackend()
+    await backend.open(Services(completions, arena, IDENTITY, settings, 32))
+    assert "not prefaulted" in backend.engine_reason
+    await backend.aclose()
+    assert os.fstat(arena.fd).st_blocks == 0
+    assert await completions.aclose() == 0
+    arena.close()
+
+
+_LOCKED = """
+import anyio, resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+from disk_rig import Rig
+
+async def main():
+    async with Rig([Path(sys.argv[1])], host_slots=256, engine="io_uring") as rig:
+        assert await rig.get([1]) == [3], "an empty tier"
+        assert await rig.put(range(20)) == await rig.get(range(20)) == [0] * 20
+        sys.stdout.write(rig.backend.engine_reason)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES[:1])
+def test_too_little_locked_memory_is_told_and_lived_with(tmp_path: Path, engine: str) -> None:
+    command = [sys.executable, "-c", _LOCKED, str(tmp_path / "ssd"), str(Path(__file__).parent)]
+    if os.geteuid() == 0:  # root may lock as much as it likes, unless that right is taken away
+        if shutil.which("setpriv") is None:
+            pytest.skip("no setpriv here")
+        command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "not registered" in done.stdout
+    assert "ulimit -l" in done.stdout
 
 
 @pytest.mark.parametrize("engine", ENGINES[:1])

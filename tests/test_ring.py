@@ -304,6 +304,120 @@ def test_files_without_o_direct_work(loop: str, tmp_path: Path) -> None:
     run_on(loop, main())
 
 
+@pytest.mark.parametrize("where", ["all", "inside", "outside"])
+def test_registered_memory_is_one_more_way_to_the_same_bytes(
+    loop: str, direct: int, content: NDArray[np.uint8], where: str
+) -> None:
+    async def main() -> None:
+        memory = Memory(40)
+        first, pages = {"all": (0, 40), "inside": (10, 20), "outside": (40, 1)}[where]
+        other = Memory(1)
+        async with opened() as ring:
+            base = memory.base if where != "outside" else other.base - 40 * PAGE
+            assert lib.fx_ring_register(ring.ring, base + first * PAGE, pages * PAGE) == 0
+            # merged neighbours reach from what is registered into what is not
+            places = np.arange(40)
+            reads, results = ring.queue(
+                READ, direct, places * PAGE, memory.base + places * PAGE, PAGE
+            )
+            apart, _ = ring.queue(READ, direct, 90 * PAGE, other.base, PAGE)
+            assert await reads == await apart == Done(0, 0)
+            assert (results == PAGE).all()
+            assert (memory.bytes == content[: 40 * PAGE]).all()
+            back, _ = ring.queue(
+                WRITE, direct, (50 + 2 * places) * PAGE, memory.base + places * PAGE, PAGE
+            )
+            assert await back == Done(0, 0)
+            again, _ = ring.queue(
+                READ, direct, (50 + 2 * places) * PAGE, memory.base + places[::-1] * PAGE, PAGE
+            )
+            assert await again == Done(0, 0)
+            mirrored = content[: 40 * PAGE].reshape(40, PAGE)[::-1]
+            assert (memory.bytes.reshape(40, PAGE) == mirrored).all()
+
+    run_on(loop, main())
+
+
+def test_io_across_two_pieces_of_registered_memory_works(
+    loop: str, direct: int, content: NDArray[np.uint8]
+) -> None:
+    async def main() -> None:
+        memory = mmap.mmap(-1, (1 << 30) + (2 << 20))
+        memory.madvise(mmap.MADV_HUGEPAGE)  # 1 GiB is pinned: let that be few pages
+        view = np.frombuffer(memory, dtype=np.uint8)
+        border = view.ctypes.data + (1 << 30)
+        async with opened() as ring:
+            answer = lib.fx_ring_register(ring.ring, view.ctypes.data, len(memory))
+            if answer == -errno.ENOMEM:
+                pytest.skip("not enough memory may be locked here")
+            assert answer == 0
+            places = np.array([-2, -1, 0, 1])  # these merge into one I/O over the border
+            reads, results = ring.queue(
+                READ, direct, (places + 5) * PAGE, places * PAGE + border, PAGE
+            )
+            assert await reads == Done(0, 0)
+            assert (results == PAGE).all()
+            landed = view[(1 << 30) - 2 * PAGE : (1 << 30) + 2 * PAGE]
+            assert (landed == content[3 * PAGE : 7 * PAGE]).all()
+
+    run_on(loop, main())
+
+
+def test_memory_that_cannot_be_registered_changes_nothing(
+    loop: str, direct: int, content: NDArray[np.uint8]
+) -> None:
+    async def main() -> None:
+        memory = Memory(2)
+        async with opened() as ring:
+            assert lib.fx_ring_register(ring.ring, 1 << 40, 8 * PAGE) == -errno.EFAULT
+            assert lib.fx_ring_register(ring.ring, memory.base, 0) == -errno.EINVAL
+            reads, _ = ring.queue(READ, direct, 3 * PAGE, memory.base, PAGE)
+            assert await reads == Done(0, 0)
+            assert (memory.bytes[:PAGE] == content[3 * PAGE : 4 * PAGE]).all()
+            assert lib.fx_ring_register(ring.ring, memory.base, 2 * PAGE) == 0
+            twice = lib.fx_ring_register(ring.ring, memory.base, 2 * PAGE)
+            assert twice == -errno.EINVAL
+
+    run_on(loop, main())
+
+
+def pinned_bytes() -> int:
+    """What is pinned by this process, as the kernel counts it."""
+    [line] = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if "VmPin" in line
+    ]
+    return int(line.split()[1]) * 1024
+
+
+def test_close_unpins_registered_memory(loop: str) -> None:
+    async def main() -> None:
+        memory = Memory(256)
+        before = pinned_bytes()
+        async with opened() as ring:
+            assert lib.fx_ring_register(ring.ring, memory.base, 256 * PAGE) == 0
+            assert pinned_bytes() >= before + 256 * PAGE
+        assert pinned_bytes() == before
+
+    run_on(loop, main())
+
+
+def test_jobs_do_not_all_end_at_once(loop: str, direct: int) -> None:
+    async def main() -> None:
+        memory = Memory(512)
+        places = np.arange(512)
+        async with opened(depth=4, max_bytes=256 << 10) as ring:
+            jobs = [
+                ring.queue(READ, direct, places[::-1] * PAGE, memory.base + places * PAGE, PAGE)[0]
+                for _ in range(8)
+            ]
+            assert await jobs[0] == Done(0, 0)
+            assert lib.fx_ring_queued(ring.ring) > 512  # there is work while the next one is made
+            for job in jobs:
+                assert await job == Done(0, 0)
+
+    run_on(loop, main())
+
+
 def test_many_batches_at_once_all_come_back_right(
     loop: str, direct: int, content: NDArray[np.uint8]
 ) -> None:

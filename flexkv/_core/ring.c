@@ -18,9 +18,12 @@
 #define MAX_DEPTH 4096u
 #define MAX_JOBS 4096u
 #define MERGE_BYTES (1u << 20)
+#define PIECE_BYTES (1ull << 30) /* what one registered buffer may have (io_uring_register(2)) */
+#define MAX_PIECES (1u << 14)
 #define MAX_RETRIES 1000u /* of -EAGAIN and -EINTR without progress */
 #define FLUSH_ENTRIES 64u /* per submission: pinning pages for more would stall the loop */
 #define FLUSH_BYTES (8u << 20) /* the same, for large I/Os: about 0.04 ms per MiB */
+#define TURN_BYTES (1u << 20) /* a job's share before the next one is served */
 #define WRITE_TURN 8u     /* of that many ops one is a write, when reads wait too */
 
 typedef struct job {
@@ -28,6 +31,7 @@ typedef struct job {
   uint64_t ticket;
   int32_t *results;
   uint32_t n, started, finished; /* entries */
+  uint32_t served;               /* bytes of this turn */
   int mode, error;
   int32_t *fds;
   uint32_t *lengths;
@@ -57,6 +61,7 @@ struct fx_ring {
   uint32_t depth, used, in_kernel; /* ops */
   uint64_t bytes, max_bytes, queued;
   uint32_t jobs, turn;
+  uint64_t base, size; /* registered memory, in pieces of PIECE_BYTES; size 0: none */
   int broken; /* errno after which nothing can be submitted any more, or 0 */
   int wake;   /* whether completed tickets must wake the loop */
   op *ops;
@@ -138,6 +143,23 @@ fx_ring *fx_ring_open(fx_hub *hub, uint32_t depth, uint64_t max_bytes_in_flight)
   ring->prepared.items = items + 2 * (size_t)depth;
   for (uint32_t i = 0; i < depth; i++) push(ring, &ring->free, i);
   return ring;
+}
+
+int fx_ring_register(fx_ring *ring, uint64_t base, uint64_t size) {
+  if (ring->size || size == 0 || size > MAX_PIECES * PIECE_BYTES) return -EINVAL;
+  unsigned n = (unsigned)((size + PIECE_BYTES - 1) / PIECE_BYTES);
+  struct iovec *pieces = calloc(n, sizeof *pieces);
+  if (!pieces) return -ENOMEM;
+  for (unsigned i = 0; i < n; i++) {
+    uint64_t at = i * PIECE_BYTES, left = size - at;
+    pieces[i] = (struct iovec){(void *)(uintptr_t)(base + at), left < PIECE_BYTES ? left : PIECE_BYTES};
+  }
+  int error = io_uring_register_buffers(&ring->uring, pieces, n);
+  free(pieces);
+  if (error) return error;
+  ring->base = base;
+  ring->size = size;
+  return 0;
 }
 
 uint32_t fx_ring_in_flight(fx_ring *ring) { return ring->used; }
@@ -258,13 +280,24 @@ static lane *next_lane(fx_ring *ring) {
   return reads->head ? reads : writes->head ? writes : NULL;
 }
 
+/* The head of a lane got `bytes`. Turns of one I/O would make all jobs end at once, and leave the device with nothing to
+ * do until the next ones are queued. */
+static void end_turn(fx_ring *ring, lane *l, uint32_t bytes) {
+  job *j = l->head;
+  j->served += bytes;
+  if (j->started < j->n && j->served < TURN_BYTES) return;
+  take_head(l);
+  j->served = 0;
+  if (j->started < j->n) append(ring, j);
+}
+
 /* Start ops until depth or bytes are used up. */
 static void start_ops(fx_ring *ring) {
   lane *l;
   while (ring->used < ring->depth && (l = next_lane(ring))) {
-    uint32_t count, length = measure(l->head, l->head->started, &count);
+    job *j = l->head;
+    uint32_t count, length = measure(j, j->started, &count);
     if (ring->used && ring->bytes + length > ring->max_bytes) return;
-    job *j = take_head(l);
     uint32_t number = pop(ring, &ring->free);
     ring->ops[number] =
         (op){.job = j, .first = j->started, .count = count, .length = length, .charged = length};
@@ -272,9 +305,17 @@ static void start_ops(fx_ring *ring) {
     ring->bytes += length;
     ring->queued -= count;
     j->started += count;
-    if (j->started < j->n) append(ring, j);
+    end_turn(ring, l, length);
     push(ring, &ring->todo, number);
   }
+}
+
+/* The registered piece that the whole range lies in, or -1. */
+static int piece_of(const fx_ring *ring, uint64_t address, uint32_t length) {
+  uint64_t at = address - ring->base; /* wraps to something large below the base */
+  if (at >= ring->size || length > ring->size - at) return -1;
+  uint64_t piece = at / PIECE_BYTES;
+  return (at + length - 1) / PIECE_BYTES == piece ? (int)piece : -1;
 }
 
 static int prepare(fx_ring *ring, uint32_t number) {
@@ -282,12 +323,18 @@ static int prepare(fx_ring *ring, uint32_t number) {
   if (!entry) return 0; /* back-pressure: it stays in todo */
   op *o = &ring->ops[number];
   job *j = o->job;
-  void *address = (void *)(uintptr_t)(j->addresses[o->first] + o->done);
-  uint64_t offset = j->offsets[o->first] + o->done;
-  if (j->mode & 1)
-    io_uring_prep_write(entry, j->fds[o->first], address, o->length - o->done, offset);
+  uint64_t address = j->addresses[o->first] + o->done, offset = j->offsets[o->first] + o->done;
+  uint32_t length = o->length - o->done;
+  int fd = j->fds[o->first], piece = piece_of(ring, address, length);
+  void *memory = (void *)(uintptr_t)address;
+  if (piece >= 0 && (j->mode & 1))
+    io_uring_prep_write_fixed(entry, fd, memory, length, offset, piece);
+  else if (piece >= 0)
+    io_uring_prep_read_fixed(entry, fd, memory, length, offset, piece);
+  else if (j->mode & 1)
+    io_uring_prep_write(entry, fd, memory, length, offset);
   else
-    io_uring_prep_read(entry, j->fds[o->first], address, o->length - o->done, offset);
+    io_uring_prep_read(entry, fd, memory, length, offset);
   if (j->mode & 2) entry->flags |= IOSQE_ASYNC;
   entry->user_data = number;
   return 1;
@@ -384,6 +431,7 @@ int fx_ring_close(fx_ring *ring) {
     if (error == -EINTR || error == -EAGAIN) error = 0;
     reap(ring);
   }
+  if (ring->size) io_uring_unregister_buffers(&ring->uring); /* unpins now; leaving the ring would do it some time later */
   io_uring_queue_exit(&ring->uring);
   if (error) return error; /* the kernel may still hold ops: leak them rather than have it write to freed memory */
   release(ring);
@@ -412,6 +460,11 @@ int fx_ring_queue(fx_ring *ring, int mode, uint32_t n, const int32_t *fds, const
 int fx_ring_submit(fx_ring *ring) { return (void)ring, -ENOSYS; }
 
 int fx_ring_reap(fx_ring *ring) { return (void)ring, 0; }
+
+int fx_ring_register(fx_ring *ring, uint64_t base, uint64_t size) {
+  (void)ring, (void)base, (void)size;
+  return -ENOSYS;
+}
 
 uint32_t fx_ring_in_flight(fx_ring *ring) { return (void)ring, 0; }
 

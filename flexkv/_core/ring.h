@@ -19,6 +19,12 @@ int fx_ring_probe(void);
  * NULL and errno, as fx_ring_probe, or EINVAL. */
 fx_ring *fx_ring_open(fx_hub *hub, uint32_t depth, uint64_t max_bytes_in_flight);
 
+/* Tell the kernel once where the memory is, so that it need not find and pin the pages of every I/O. All of it is
+ * pinned until fx_ring_close: touch it first. Takes time (0.1 s/GiB and more): call it from another thread, before the
+ * first fx_ring_queue and not beside other calls for this ring. I/O outside, or across a multiple of 1 GiB from `base`,
+ * works as before. Returns 0 or -errno (-ENOMEM: locked-memory limit, RLIMIT_MEMLOCK), which changes nothing. */
+int fx_ring_register(fx_ring *ring, uint64_t base, uint64_t size);
+
 /* Queue n I/Os as ONE part of `ticket`; nothing starts before fx_ring_submit. All arrays but `results` are copied.
  * results[i] becomes the bytes moved or -errno, and the part fails unless every entry moved all its bytes: short I/O
  * is continued inside, so fewer bytes mean end of file (EIO). Neighbours in file and memory are merged up to 1 MiB;

@@ -87,7 +87,7 @@ class DiskBackend:
             )
         store = await open_patiently(settings, services.identity, services.capacity_blocks)
         try:
-            self.engine, self.engine_reason = engines.choose(
+            self.engine, self.engine_reason = await engines.choose(
                 settings, store.buffered, services.completions, services.arena
             )
         except BaseException:

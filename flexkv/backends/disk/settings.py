@@ -13,6 +13,7 @@ from flexkv.errors import ConfigError
 
 ENGINES = ("auto", "io_uring", "threads")
 MISMATCH_RULES = ("error", "clear")
+REGISTER_RULES = ("auto", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,9 @@ class DiskSettings:
 
     `directories` are striped in the order given; put them on different devices. `engine` is
     "auto", "io_uring" or "threads". `queue_depth` (I/Os) and `in_flight_bytes` limit what the
-    device has to do at once, `threads` is the size of the thread engine. A batch is moved in
+    device has to do at once, `threads` is the size of the thread engine. `register_buffers` "auto"
+    registers a prefaulted host tier with io_uring, which pins it and spares much of the CPU time of
+    large I/Os; "never" does not. A batch is moved in
     chunks of `chunk_bytes`, `chunks_in_flight` of them at a time, so that checksums of one
     chunk are computed while the next one is read. `on_mismatch` says what to do with a foreign,
     older or damaged store or one of another identity: "error" or "clear". `lock_timeout_ms` is
@@ -32,9 +35,10 @@ class DiskSettings:
     engine: str = "auto"
     queue_depth: int = 64
     in_flight_bytes: int = 32 << 20
+    register_buffers: str = "auto"
     threads: int = 8
     chunk_bytes: int = 8 << 20
-    chunks_in_flight: int = 4
+    chunks_in_flight: int = 8
     on_mismatch: str = "error"
     lock_timeout_ms: int = 3000
 
@@ -55,7 +59,11 @@ class DiskSettings:
         values = dict(settings)
         values["directories"] = _directories(settings.get("directories"))
         made = cls(**values)
-        for name, allowed in (("engine", ENGINES), ("on_mismatch", MISMATCH_RULES)):
+        for name, allowed in (
+            ("engine", ENGINES),
+            ("on_mismatch", MISMATCH_RULES),
+            ("register_buffers", REGISTER_RULES),
+        ):
             value = getattr(made, name)
             if value not in allowed:
                 raise ConfigError(
