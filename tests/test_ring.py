@@ -342,7 +342,7 @@ def test_io_across_two_pieces_of_registered_memory_works(
     loop: str, direct: int, content: NDArray[np.uint8]
 ) -> None:
     async def main() -> None:
-        memory = mmap.mmap(-1, (1 << 30) + (2 << 20))
+        memory = mmap.mmap(-1, (1 << 30) + (2 << 20), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)  # 1 GiB is pinned: let that be few pages
         view = np.frombuffer(memory, dtype=np.uint8)
         border = view.ctypes.data + (1 << 30)

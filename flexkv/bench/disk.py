@@ -1,7 +1,8 @@
 """`flexkv bench disk`: the disk tier next to fio on the same file system, in the same minute.
 
 `run` measures `write` and `read` (GB/s at several block sizes, as used: with checksums, two batches
-in flight), `read_cpu` (CPU seconds per GB next to a pool of threads) and `loop_stall_p99`.
+in flight; fio has as many I/Os and bytes in flight), `read_cpu` (CPU seconds per GB next to a pool
+of threads, once both without and once both with checksums) and `loop_stall_p99`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv._core import lib
 from flexkv.backends.disk import DiskBackend, DiskSettings
 from flexkv.backends.disk.files import direct_io_problem
-from flexkv.backends.disk.format import DATA_NAME
+from flexkv.backends.disk.format import DATA_NAME, pointer
 from flexkv.bench.report import Progress, Result, interleave, median, percentile, ratio_of_pairs
 from flexkv.completion import Completions
 from flexkv.memory import Arena
@@ -38,7 +40,8 @@ _ARENA_BYTES = 128 << 20
 _TICK_S = 0.001
 _POOL_THREADS = 8
 
-Mode = Literal["read", "write", "engine"]  # engine: reads without checksums
+# engine: reads without checksums; watched: reads, while a task notes how late the loop wakes it
+Mode = Literal["read", "write", "engine", "watched"]
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class _Rig:
     total_bytes: int
     settings: DiskSettings
     engine: str = ""
+    reason: str = ""
     cpu: dict[str, list[float]] = field(default_factory=dict)  # seconds per GB
     stalls_ms: list[float] = field(default_factory=list)
     idle_ms: list[float] = field(default_factory=list)
@@ -83,12 +87,13 @@ class _Rig:
         await backend.open(
             Services(completions, arena, _identity(self.block_bytes), settings, self.blocks)
         )
-        self.engine = backend.engine_name
+        self.engine, self.reason = backend.engine_name, backend.engine_reason
         try:
             async with anyio.create_task_group() as watch:
-                await self._watch(self.idle_ms, 20)
-                watch.start_soon(self._watch, self.stalls_ms if mode == "read" else [], None)
-                await anyio.sleep(2 * _TICK_S)
+                if mode == "watched":
+                    await self._watch(self.idle_ms, 50)
+                    watch.start_soon(self._watch, self.stalls_ms, None)
+                    await anyio.sleep(2 * _TICK_S)
                 cpu, started = _cpu(), time.perf_counter()
                 await self._move(backend, arena, mode)
                 elapsed = time.perf_counter() - started
@@ -106,6 +111,7 @@ class _Rig:
         order = np.random.default_rng(2).permutation(self.blocks).astype(np.uint32)
         verbs: dict[str, Callable[[BlockIO], Awaitable[NDArray[Any]]]] = {
             "read": backend.read,
+            "watched": backend.read,
             "write": backend.write,
             "engine": lambda batch: _transfer(backend, batch, self.block_bytes),
         }
@@ -133,24 +139,37 @@ class _Rig:
     def _note_cpu(self, name: str, seconds: float) -> None:
         self.cpu.setdefault(name, []).append(seconds / (self.total_bytes / 1e9))
 
-    def pool(self) -> float:
-        """Read all blocks with preadv in a pool of threads, a call per block; GB/s."""
-        return anyio.run(self._pool)
+    def pool(self, checksums: bool) -> float:
+        """Read all blocks with preadv in a pool of threads, a call per block; GB/s.
 
-    async def _pool(self) -> float:
+        With `checksums` each thread computes that of the block it has read, as the tier does.
+        """
+        return anyio.run(self._pool, checksums)
+
+    async def _pool(self, checksums: bool) -> float:
         arena = Arena(max(2, _ARENA_BYTES // self.block_bytes), self.block_bytes)
         _fill(arena)
         fd = os.open(self.folder / "tier" / DATA_NAME, os.O_RDONLY)
         direct_io_problem(fd, self.folder)
-        order = np.random.default_rng(2).permutation(self.blocks).tolist()
-        calls = iter(enumerate(order))
-        preadv = aiofiles.os.wrap(os.preadv)
+        order = np.random.default_rng(2).permutation(self.blocks).astype(np.uint32)
+        calls = iter(enumerate(order.tolist()))
+        places = (np.arange(self.blocks) % arena.slots).astype(np.uint32)
+        keys, sums = _keys(order), np.zeros(self.blocks, np.uint64)
+
+        def fetch(number: int, slot: int) -> int:
+            view = arena.view(int(places[number])).data
+            moved = os.preadv(fd, [view], slot * self.block_bytes)
+            if checksums:
+                one = pointer("uint32_t", places[number:]), self.block_bytes
+                key, total = (pointer("uint64_t", each[number:]) for each in (keys, sums))
+                lib.fx_checksum_blocks(arena.base, arena.stride_bytes, *one, key, 1, total)
+            return moved
+
+        in_thread = aiofiles.os.wrap(fetch)
 
         async def reader() -> None:
-            for place, slot in calls:
-                view = arena.view(place % arena.slots).data
-                moved = await preadv(fd, [view], slot * self.block_bytes, executor=executor)
-                if moved != self.block_bytes:
+            for number, slot in calls:
+                if await in_thread(number, slot, executor=executor) != self.block_bytes:
                     raise RuntimeError("a short read")
 
         with ThreadPoolExecutor(_POOL_THREADS) as executor:
@@ -159,7 +178,7 @@ class _Rig:
                 for _ in range(_POOL_THREADS):
                     group.start_soon(reader)
             elapsed = time.perf_counter() - started
-            self._note_cpu("pool", _cpu() - cpu)
+            self._note_cpu("pool with checksums" if checksums else "pool", _cpu() - cpu)
         os.close(fd)
         arena.close()
         return self.total_bytes / elapsed / 1e9
@@ -216,7 +235,9 @@ def _measure_size(rig: _Rig, repeats: int, peer: bool) -> list[Result]:
         writes["fio"] = lambda: rig.fio("write")
         reads["fio"] = lambda: rig.fio("read")
     reads["engine"] = lambda: rig.measure("engine")
-    reads["pool"] = rig.pool
+    reads["pool"] = lambda: rig.pool(False)
+    reads["pool with checksums"] = lambda: rig.pool(True)
+    reads["watched"] = lambda: rig.measure("watched")
     write_figures = interleave(writes, repeats)
     rig.cpu.clear()
     read_figures = interleave(reads, repeats)
@@ -231,8 +252,10 @@ def _measure_size(rig: _Rig, repeats: int, peer: bool) -> list[Result]:
 def _rate(rig: _Rig, name: str, figures: dict[str, list[float]]) -> Result:
     params: dict[str, Any] = {
         "block_bytes": rig.block_bytes,
-        "depth": rig.depth,
+        "depth": rig.depth,  # of fio too
+        "in_flight_bytes": rig.depth * rig.block_bytes,
         "engine": rig.engine,
+        "engine_reason": rig.reason,
         "checksums": True,
     }
     ours, theirs = figures["ours"], figures.get("fio")
@@ -254,7 +277,9 @@ def _rate(rig: _Rig, name: str, figures: dict[str, list[float]]) -> Result:
 
 
 def _cpu_result(rig: _Rig) -> Result:
-    ours, pool, bare = rig.cpu["read"], rig.cpu["pool"], rig.cpu["engine"]
+    """Like with like: value, peer and ratio are of moving the bytes, without checksums."""
+    ours, pool = rig.cpu["engine"], rig.cpu["pool"]
+    verified, pool_verified = rig.cpu["read"], rig.cpu["pool with checksums"]
     return Result(
         "read_cpu",
         median(ours),
@@ -264,10 +289,11 @@ def _cpu_result(rig: _Rig) -> Result:
         samples=len(ours),
         params={
             "block_bytes": rig.block_bytes,
-            "peer": f"preadv in {_POOL_THREADS} threads, awaited block by block, no checksums",
-            "checksums": True,
-            "without_checksums": round(median(bare), 4),
-            "without_checksums_ratio": round(ratio_of_pairs(bare, pool), 3),
+            "peer": f"preadv in {_POOL_THREADS} threads, awaited block by block",
+            "checksums": False,
+            "with_checksums": round(median(verified), 4),
+            "peer_with_checksums": round(median(pool_verified), 4),
+            "with_checksums_ratio": round(ratio_of_pairs(verified, pool_verified), 3),
         },
     )
 
