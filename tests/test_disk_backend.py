@@ -30,7 +30,7 @@ from disk_rig import (
 from loop_matrix import LOOPS, run_on
 
 from flexkv.backends.disk import DiskBackend, DiskSettings
-from flexkv.backends.disk.engines import ThreadEngine
+from flexkv.backends.disk.engines import ThreadEngine, choose
 from flexkv.completion import Completions
 from flexkv.errors import (
     ClosedError,
@@ -258,6 +258,28 @@ async def test_an_arena_that_is_not_there_yet_is_not_registered(
     assert "not prefaulted" in backend.engine_reason
     await backend.aclose()
     assert os.fstat(arena.fd).st_blocks == 0
+    assert await completions.aclose() == 0
+    arena.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES[:1])
+async def test_opening_may_be_given_up_while_the_arena_is_registered(
+    tmp_path: Path, engine: str
+) -> None:
+    completions = Completions(crew_threads=1)
+    arena = Arena(32, SPEC.stride_bytes, huge_pages=False)
+    settings = {"directories": folders(tmp_path, 1), "engine": engine}
+    services = Services(completions, arena, IDENTITY, settings, 32)
+    directory, buffered = DiskSettings.read(settings), ""
+    before = len(os.listdir("/proc/self/fd"))
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await choose(directory, buffered, completions, arena)
+    assert scope.cancelled_caught
+    assert len(os.listdir("/proc/self/fd")) == before, "the ring is still open"
+    backend = DiskBackend()
+    await backend.open(services)
+    await backend.aclose()
     assert await completions.aclose() == 0
     arena.close()
 

@@ -14,9 +14,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -152,12 +151,12 @@ class _Rig:
         fd = os.open(self.folder / "tier" / DATA_NAME, os.O_RDONLY)
         direct_io_problem(fd, self.folder)
         order = np.random.default_rng(2).permutation(self.blocks).astype(np.uint32)
-        calls = iter(enumerate(order.tolist()))
+        calls = iter(enumerate(order.tolist()))  # each reader takes the next one
         places = (np.arange(self.blocks) % arena.slots).astype(np.uint32)
         keys, sums = _keys(order), np.zeros(self.blocks, np.uint64)
 
         def fetch(number: int, slot: int) -> int:
-            view = arena.view(int(places[number])).data
+            view = arena.view(number % arena.slots).data
             moved = os.preadv(fd, [view], slot * self.block_bytes)
             if checksums:
                 one = pointer("uint32_t", places[number:]), self.block_bytes
@@ -177,11 +176,11 @@ class _Rig:
             async with anyio.create_task_group() as group:
                 for _ in range(_POOL_THREADS):
                     group.start_soon(reader)
-            elapsed = time.perf_counter() - started
+            rate = self.total_bytes / (time.perf_counter() - started) / 1e9
             self._note_cpu("pool with checksums" if checksums else "pool", _cpu() - cpu)
         os.close(fd)
         arena.close()
-        return self.total_bytes / elapsed / 1e9
+        return rate
 
     def fio(self, mode: Literal["read", "write"]) -> float:
         """Let fio move as many bytes, at the same size and depth; GB/s."""
@@ -214,7 +213,8 @@ def run(
     settings = DiskSettings.read({"directories": ["."], "engine": engine})
     peer = fio and shutil.which("fio") is not None
     results: list[Result] = []
-    with _folder(directory) as folder:
+    with tempfile.TemporaryDirectory(prefix="flexkv-bench-", dir=directory) as name:
+        folder = Path(name)
         for number, kib in enumerate(block_kib):
             rig = _Rig(folder, kib << 10, size_mib << 20, settings)
             progress(f"{kib} KiB blocks", number, len(block_kib))
@@ -314,12 +314,6 @@ def _stall_result(rig: _Rig) -> Result:
             "idle_p99": round(percentile(rig.idle_ms, 99), 3),
         },
     )
-
-
-@contextmanager
-def _folder(directory: Path | None) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="flexkv-bench-", dir=directory) as folder:
-        yield Path(folder)
 
 
 def _identity(block_bytes: int) -> Identity:

@@ -97,7 +97,7 @@ def check_memory() -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
         yield Finding("locked memory", "ok", "no limit for this user")
     else:
-        advice = "devices pin the host tier: `ulimit -l unlimited`"
+        advice = "io_uring and devices pin the host tier: `ulimit -l unlimited`"
         yield Finding("locked memory", "note", f"at most {size(soft)}", advice)
 
 

@@ -94,7 +94,13 @@ class RingEngine:
         elif os.fstat(self._arena.fd).st_blocks * 512 < self._arena.size_bytes:
             told += "the host tier is not prefaulted, and registering would take all of it now"
         else:
-            error = await anyio.to_thread.run_sync(self._register)  # 0.05 s/GiB: not on the loop
+            try:  # 0.05 s/GiB: not on the loop
+                error = await anyio.to_thread.run_sync(
+                    self._register, limiter=anyio.CapacityLimiter(1)
+                )
+            except BaseException:  # cancelled: nobody else knows the ring yet
+                lib.fx_ring_close(self._ring)
+                raise
             told = "buffers are registered" if not error else told + _explain_register(error)
         self._completions.attach(self._ring)
         return told
