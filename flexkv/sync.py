@@ -1,7 +1,8 @@
 """flexkv for callers without an event loop: one loop thread behind plain blocking calls.
 
 `BlockingKVManager` has KVManager's verbs; each call runs on the loop thread and returns when it is
-answered. `BlockingTransfer` wraps a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
+answered; `post` does not wait. `BlockingTransfer` wraps a handle: `result`, `done`, `durable`,
+`cancel`, `quiesced`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
@@ -57,6 +58,35 @@ class BlockingTransfer:
     def cancel(self) -> None:
         """Drop the work that has not started."""
         self._manager.call(self._transfer.cancel)
+
+
+class _Answer(Generic[_T]):
+    """What a call on another thread comes to; a bare lock, because it is on the way of every call."""
+
+    __slots__ = ("_error", "_ready", "_value")
+
+    def __init__(self) -> None:
+        self._ready = threading.Lock()
+        self._ready.acquire()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def work_out(
+        self, verb: Callable[..., _T], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        try:
+            self._value = verb(*arguments, **keywords)
+        except BaseException as error:  # raised again where it is waited for
+            self._error = error
+        finally:
+            self._ready.release()
+
+    def wait(self) -> _T:
+        self._ready.acquire()
+        if self._error is not None:
+            raise self._error
+        value: _T = self._value
+        return value
 
 
 class BlockingKVManager:
@@ -139,11 +169,20 @@ class BlockingKVManager:
 
     def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
         """Run a plain call on the loop thread and return what it returns."""
+        answer: _Answer[_T] = _Answer()
+        self._running_loop().call_soon_threadsafe(answer.work_out, verb, arguments, keywords)
+        return answer.wait()
 
-        async def answer() -> _T:
-            return verb(*arguments, **keywords)
+    def post(self, verb: Callable[..., object], *arguments: Any) -> None:
+        """Have a plain call made on the loop thread soon, without waiting for it. Calls are made in
+        the order of posting; what one raises goes to the loop's exception handler.
+        """
+        self._running_loop().call_soon_threadsafe(verb, *arguments)
 
-        return self.run(answer)
+    @property
+    def manager(self) -> KVManager:
+        """The manager itself, for what `call`, `post` and `run` execute on its thread."""
+        return self._kv
 
     def register(self, kv_caches: Any, *, axes: str | None = None) -> Region:
         """See KVManager.register."""

@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "engine": f"completion lanes pool protocols telemetry {VOCABULARY}",  # no backend, no index
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
+    "ranks": f"_core backends completion memory plugins protocols telemetry {VOCABULARY}",
     "background": f"engine ledger planner index protocols telemetry {VOCABULARY}",
     "transfer": f"planner protocols {VOCABULARY}",
     "plans": f"completion planner telemetry transfer {VOCABULARY}",
@@ -52,14 +53,14 @@ MAY_IMPORT = {
     "__init__": f"manager sync config transfer {VOCABULARY}",
     "bench": "*",
     "cli": "*",
-    "integration": f"manager sync config transfer protocols telemetry {VOCABULARY}",
+    "integration": f"manager sync config transfer protocols ranks telemetry {VOCABULARY}",
     "testing": "*",
 }
 # package -> rooms that may import it
 OUTSIDE = {
     "asyncio": "completion manager sync testing",
     "anyio": "completion manager sync lanes engine background plans request stack hosting transfer "
-    "backends codecs integration testing cli bench",
+    "backends codecs ranks integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "",
@@ -68,7 +69,7 @@ OUTSIDE = {
     "typer": "cli",
     "rich": "cli",
     "pickle": "",
-    "time": "completion bench cli integration testing",
+    "time": "completion ranks bench cli integration testing",
     "random": "testing bench cli",
 }
 
