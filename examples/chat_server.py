@@ -1,7 +1,8 @@
-"""A chat server in plain asyncio whose prompts come back from flexkv. docs/quickstart.md walks through it.
+"""A chat server in plain asyncio whose prompts come back from flexkv. docs/quickstart.md walks
+through it.
 
-Talk to it with JSON lines: send {"text": "..."}, receive {"piece": "..."} while the answer is made and then
-{"done": true, "restored_tokens": ..., "ttft_ms": ...}. A connection is a conversation.
+Talk to it with JSON lines: send {"text": "..."}, receive {"piece": "..."} while the answer is made
+and then {"done": true, "restored_tokens": ..., "ttft_ms": ...}. A connection is a conversation.
 
 Usage: python examples/chat_server.py [--model DIR] [--port 8000] [--disk DIR]
 """
@@ -28,7 +29,9 @@ SYSTEM = "You are a friendly lighthouse keeper. You answer in one or two short s
 
 
 class Chat:
-    """One conversation, kept as tokens: text that is encoded anew may become other tokens, and then nothing matches."""
+    """One conversation, kept as tokens: text that is encoded anew may become other tokens, and then
+    nothing matches.
+    """
 
     def __init__(self, reuse: PrefixReuse, tokenizer: Any, max_new_tokens: int) -> None:
         self.reuse, self.tokenizer, self.max_new_tokens = reuse, tokenizer, max_new_tokens

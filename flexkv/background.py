@@ -10,36 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-import anyio
 import numpy as np
 
 from flexkv.engine import Engine
 from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
-from flexkv.model import BlockIds, BoolArray, IOStatus, KeyArray, TierState
+from flexkv.model import FAILED, LANDING, READY, BlockIds, BoolArray, KeyArray
 from flexkv.planner import Planner
 from flexkv.protocols import BlockIO, StorageBackend
 from flexkv.telemetry import Telemetry, log
-
+from flexkv.waiting import Signal
 
 _ATTEMPTS = 3  # writes of a block that fail in a row before it is given up
-
-
-class Signal:
-    """An event that can be raised many times; waiters see the next raise."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-
-    def raise_(self) -> None:
-        """Wake everybody who waits now."""
-        if self._event.statistics().tasks_waiting:
-            self._event.set()
-            self._event = anyio.Event()
-
-    async def wait(self) -> None:
-        """Wait for the next raise."""
-        await self._event.wait()
 
 
 class Spiller:
@@ -73,6 +55,11 @@ class Spiller:
     def queued_blocks(self) -> int:
         """Blocks that wait for their turn."""
         return self._queued_blocks
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are queued or being written."""
+        return bool(self._queue) or self._active > 0
 
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
@@ -152,10 +139,11 @@ class Spiller:
         index, lowest = ledger.index, ledger.stores[-1]
         while True:
             there = (index.keys(blocks) == keys).all(axis=1)
-            there &= index.states(lowest.number, blocks) == TierState.READY
+            there &= index.states(lowest.number, blocks) == READY
             if there.all():
                 return
-            if self._stopped or not self.pending(blocks[~there]).any():
+            on_the_way = self.pending(blocks) | (index.states(lowest.number, blocks) == LANDING)
+            if self._stopped or not on_the_way[~there].any():
                 raise TransferError(
                     f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
                     f"{lowest.name}: dropped under load, evicted before their turn, or an I/O "
@@ -170,7 +158,7 @@ class Spiller:
 
     async def drained(self) -> None:
         """Wait until nothing is queued or being written."""
-        while self._queue or self._active:
+        while self.busy and not self._stopped:
             await self.progress.wait()
 
 
@@ -181,6 +169,12 @@ class Discarder:
         self._ledger, self._stores = ledger, stores
         self._work, self._idle = Signal(), Signal()
         self._active = 0
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Say that nothing will be forgotten any more."""
+        self._stopped = True
+        self._idle.raise_()
 
     def wake(self) -> None:
         """Say that the ledger has discards."""
@@ -204,7 +198,7 @@ class Discarder:
         store = self._stores[discard.tier.name]
         batch = BlockIO(discard.slots, discard.slots, discard.keys)
         try:
-            failed = await store.discard(batch) != IOStatus.LANDED
+            failed = await store.discard(batch) == FAILED
         except Exception as error:
             log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
             failed = np.ones(len(batch), np.bool_)
@@ -217,6 +211,6 @@ class Discarder:
 
     async def drained(self) -> None:
         """Wait until there is nothing to forget."""
-        while self._ledger.discards or self._active:
+        while (self._ledger.discards or self._active) and not self._stopped:
             self._work.raise_()
             await self._idle.wait()

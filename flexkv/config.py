@@ -168,9 +168,7 @@ class FlexKVConfig(BaseSettings):
     eviction_policy: str = Field("lru", description="policy of every tier")
     host_policy: str | None = Field(None, description="policy of the host tier, if another")
     disk_policy: str | None = Field(None, description="policy of the disk tier, if another")
-    evict_ratio: float = Field(
-        0.05, ge=0, le=1, description="least share of a tier evicted at once"
-    )
+    evict_ratio: float = Field(0.0, ge=0, le=1, description="least share of a tier evicted at once")
     evict_start_threshold: float = Field(
         1.0, gt=0, le=1, description="share of a tier in use from which eviction starts"
     )

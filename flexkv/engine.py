@@ -9,7 +9,7 @@ its blocks, nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import anyio
@@ -17,8 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.completion import Completions
+from flexkv.errors import CapacityError
 from flexkv.lanes import Lane
-from flexkv.model import DEVICE, HOST, BoolArray, Copy, IOStatus, SlotIds, Statuses, TransferGraph
+from flexkv.model import (
+    DAMAGED,
+    DEVICE,
+    FAILED,
+    HOST,
+    LANDED,
+    MISSING,
+    SKIPPED,
+    BoolArray,
+    Copy,
+    SlotIds,
+    Statuses,
+    TransferGraph,
+)
 from flexkv.pool import SlotPool
 from flexkv.protocols import (
     BlockCopy,
@@ -29,6 +43,7 @@ from flexkv.protocols import (
     StorageBackend,
 )
 from flexkv.telemetry import Telemetry, log
+from flexkv.waiting import Latch
 
 Positions: TypeAlias = NDArray[np.int64]
 Commit: TypeAlias = Callable[[TransferGraph, Copy, Positions, Statuses], None]
@@ -37,12 +52,13 @@ Commit: TypeAlias = Callable[[TransferGraph, Copy, Positions, Statuses], None]
 class _Op:
     """One op under way: what it waits for, and, once over, which of its target slots are good."""
 
-    __slots__ = ("copy", "good_slots", "joins", "over")
+    __slots__ = ("copy", "good_slots", "joins", "over", "wanted")
 
     def __init__(self, copy: Copy, joins: list[_Op]) -> None:
         self.copy, self.joins = copy, joins
-        self.over = anyio.Event()
+        self.over = Latch()
         self.good_slots: SlotIds | None = None
+        self.wanted = False  # another graph reads what this op brings: it is not dropped
 
 
 class Run:
@@ -98,6 +114,8 @@ class Engine:
         ops = []
         for copy in graph.ops:
             joins = [self._landings[number] for number in copy.joins if number in self._landings]
+            for other in joins:
+                other.wanted |= other.copy.target.place == copy.source.place
             op = _Op(copy, joins)
             if copy.landing:
                 self._landings[copy.landing] = op
@@ -108,24 +126,25 @@ class Engine:
         """Run all ops of a graph; return when none can move a byte any more. Ops start in order, a
         few at a time.
         """
-        if len(run.ops) <= 1:
-            for op in run.ops:
-                await self._run_op(run, op)
-            return
-        pending = iter(run.ops)
+        chains = _chains(run.ops)
+        pending = iter(chains)
 
         async def work() -> None:
-            for op in pending:
-                await self._run_op(run, op)
+            for chain in pending:
+                for op in chain:
+                    await self._run_op(run, op)
 
+        if len(chains) == 1:
+            await work()
+            return
         async with anyio.create_task_group() as group:
-            for _ in range(min(self.ops_in_flight, len(run.ops))):
+            for _ in range(min(self.ops_in_flight, len(chains))):
                 group.start_soon(work)
 
     async def _run_op(self, run: Run, op: _Op) -> None:
         """Wait for what the op needs, move its blocks in slices, tell those who wait for it."""
         copy = op.copy
-        landed: list[SlotIds] = []
+        landed: list[SlotIds] = []  # only those who join a landing ask
         try:
             for number in copy.after:
                 await run.ops[number].over.wait()
@@ -133,13 +152,18 @@ class Engine:
                 await other.over.wait()
                 if other.copy.target.place == copy.source.place:
                     self._drop_what_failed(run, op, other)
+            if copy.source.place == copy.target.place:  # nothing to move: it was waited for
+                run.arrived[copy.positions] = run.alive[copy.positions]
+                return
             for start in range(0, len(copy), self.chunk_blocks):
                 part = slice(start, start + self.chunk_blocks)
-                statuses = await self._run_slice(run, copy, part)
-                landed.append(copy.target.ids[part][statuses == IOStatus.LANDED])
+                statuses = await self._run_slice(run, op, part)
+                if copy.landing:
+                    landed.append(copy.target.ids[part][statuses == LANDED])
         finally:
-            op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
-            self._landings.pop(copy.landing, None)
+            if copy.landing:
+                op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
+                self._landings.pop(copy.landing, None)
             op.over.set()
 
     def _drop_what_failed(self, run: Run, op: _Op, other: _Op) -> None:
@@ -149,17 +173,18 @@ class Engine:
         bad = np.isin(source, other.copy.target.ids) & ~np.isin(source, other.good_slots)
         run.alive[op.copy.positions[bad]] = False
 
-    async def _run_slice(self, run: Run, copy: Copy, part: slice) -> Statuses:
+    async def _run_slice(self, run: Run, op: _Op, part: slice) -> Statuses:
         """Move one slice of an op and book it; positions that failed earlier, and cancelled ones,
         are skipped.
         """
+        copy = op.copy
         positions = copy.positions[part]
-        statuses = np.full(len(positions), IOStatus.SKIPPED, np.uint8)
+        statuses = np.full(len(positions), SKIPPED, np.uint8)
         lane = self.lanes[copy.source.place, copy.target.place]
         held = await lane.acquire(len(positions) * self.block_bytes, run.graph.priority)
         try:
             wanted = run.alive[positions]
-            if run.cancelled:
+            if run.cancelled and not op.wanted:
                 wanted[:] = False
             if wanted.all():
                 statuses = await self._move(
@@ -174,22 +199,25 @@ class Engine:
         return statuses
 
     def _book(self, run: Run, copy: Copy, positions: Positions, statuses: Statuses) -> None:
-        landed = statuses == IOStatus.LANDED
-        run.alive[positions[~landed]] = False
+        landed = statuses == LANDED
+        blocks = int(np.count_nonzero(landed))
+        whole = blocks == len(positions)
+        if not whole:
+            run.alive[positions[~landed]] = False
         if copy.target.place == run.graph.goal:
-            run.arrived[positions[landed]] = True
-        size_bytes = int(np.count_nonzero(landed)) * self.block_bytes
+            run.arrived[positions if whole else positions[landed]] = True
+        size_bytes = blocks * self.block_bytes
         run.moved_bytes += size_bytes
         labels = {"source": copy.source.place, "target": copy.target.place}
         add = self._telemetry.add
         add("transfer_ops", 1, **labels)
-        add("transfer_blocks", int(np.count_nonzero(landed)), **labels)
+        add("transfer_blocks", blocks, **labels)
         add("transfer_bytes", size_bytes, **labels)
-        if not landed.all():
-            damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
+        if not whole:
+            damaged = (statuses == DAMAGED) | (statuses == MISSING)
             add(
                 "failed_blocks",
-                int(np.count_nonzero(statuses == IOStatus.FAILED)),
+                int(np.count_nonzero(statuses == FAILED)),
                 **labels,
             )
             add(
@@ -206,12 +234,12 @@ class Engine:
         blocks.
         """
         source, target = copy.source.place, copy.target.place
-        keys = run.graph.keys[positions]
         try:
             if source == HOST and target == DEVICE:
                 return await self._copy(run, targets, sources, copy.layers, to_device=True)
             if source == DEVICE and target == HOST:
                 return await self._copy(run, sources, targets, copy.layers, to_device=False)
+            keys = run.graph.keys[positions]
             if target == HOST:
                 return await self.stores[source].read(BlockIO(targets, sources, keys))
             if source == HOST:
@@ -225,7 +253,8 @@ class Engine:
             log.warning(
                 "op.failed", source=source, target=target, blocks=len(positions), error=repr(error)
             )
-            return np.full(len(positions), IOStatus.FAILED, np.uint8)
+            status = SKIPPED if _no_room(error) else FAILED
+            return np.full(len(positions), status, np.uint8)
 
     async def _copy(
         self,
@@ -251,7 +280,7 @@ class Engine:
         if isinstance(self.device, DirectStorage):
             batch = BlockIO(np.empty(0, np.uint32), sources, keys)
             return await self.device.read_into(batch, run.region, targets)
-        statuses = np.full(len(sources), IOStatus.FAILED, np.uint8)
+        statuses = np.full(len(sources), FAILED, np.uint8)
         step = self._staging.capacity
         for start in range(0, len(sources), step):
             part = slice(start, start + step)
@@ -260,13 +289,48 @@ class Engine:
             try:
                 slots = staged + np.uint32(self._first_staging_slot)
                 read = await store.read(BlockIO(slots, sources[part], keys[part]))
-                good = read == IOStatus.LANDED
+                good = read == LANDED
                 if good.any():
-                    await self._copy(
-                        run, targets[part][good], slots[good], copy.layers, to_device=True
+                    read[good] = await self._from_staging(
+                        run, copy, targets[part][good], slots[good]
                     )
                 statuses[part] = read
             finally:
                 self._staging.give(staged)
                 self._staging_lane.release(held)
         return statuses
+
+    async def _from_staging(
+        self, run: Run, copy: Copy, targets: SlotIds, slots: SlotIds
+    ) -> Statuses:
+        """Copy blocks that were read to the device; when that fails, the store is not to blame."""
+        try:
+            return await self._copy(run, targets, slots, copy.layers, to_device=True)
+        except Exception as error:
+            log.warning(
+                "op.failed", source=HOST, target=DEVICE, blocks=len(slots), error=repr(error)
+            )
+            self._telemetry.add("failed_blocks", len(slots), source=HOST, target=DEVICE)
+            return np.full(len(slots), IOStatus.SKIPPED, np.uint8)
+
+
+def _no_room(error: BaseException) -> bool:
+    """Whether a backend refused for want of tickets or queue: no block is bad for it."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_no_room(inner) for inner in error.exceptions)
+    return isinstance(error, CapacityError)
+
+
+def _chains(ops: Sequence[_Op]) -> list[list[_Op]]:
+    """Put an op that waits for the one right before it alone into that one's chain.
+
+    A chain has one worker, so that none sits idle with the second leg of a block whose first one is
+    still on its way.
+    """
+    chains: list[list[_Op]] = []
+    for number, op in enumerate(ops):
+        if number and op.copy.after == (number - 1,):
+            chains[-1].append(op)
+        else:
+            chains.append([op])
+    return chains

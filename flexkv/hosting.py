@@ -10,23 +10,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import anyio
 import anyio.abc
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.background import Signal
+from flexkv.admission import Admission
+from flexkv.carriers import Carriers
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Run
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, FlexKVError
-from flexkv.lanes import Lane
-from flexkv.model import BlockIds, Copy, Statuses, TransferGraph
+from flexkv.model import Copy, Statuses, TransferGraph
 from flexkv.request import Request
 from flexkv.stack import Stack, build
 from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Transfer
+from flexkv.waiting import Deadlines, Signal
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Host:
@@ -34,33 +38,22 @@ class Host:
 
     def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
         self._config, self._telemetry = config, telemetry
-        self._timeout_s = config.transfer_timeout_ms / 1e3
         self._thread = threading.get_ident()
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._failure: BaseException | None = None
         self.opened, self._stop, self.closed = anyio.Event(), anyio.Event(), anyio.Event()
-        self._closing = False
+        self._closing = self._cut_short = False
         self.resetting = False
         self._saving = 0
         self._ended = Signal()
         self.transfers: set[Transfer] = set()
-        limits = (
-            config.max_in_flight_gets,
-            config.max_in_flight_puts,
-            config.max_in_flight_prefetches,
-        )
-        kinds = ("get", "put", "prefetch")
-        self._admission = {
-            kind: Lane(kind, limit) for kind, limit in zip(kinds, limits, strict=True)
-        }
+        self._deadlines: Deadlines[Request]
+        self._carriers: Carriers[Request]
+        self._admission = Admission(config)
+        self.admit = self._admission.check
 
     # state
-
-    @property
-    def usable(self) -> bool:
-        """Whether calls are served."""
-        return self._stack is not None and not self._closing and self._failure is None
 
     def stack(self) -> Stack:
         """The open parts.
@@ -90,9 +83,17 @@ class Host:
         error.__cause__ = self._failure
         return error
 
-    def call_later(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> Any:
-        """Call back after `delay_s` on the loop; returns a handle with cancel()."""
-        return self.stack().completions.call_later(delay_s, callback, *arguments)
+    def think(self, verb: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Ask the brain. If it raises what it should not, its books cannot be trusted any more and
+        the manager is broken.
+        """
+        try:
+            return verb(*arguments, **keywords)
+        except FlexKVError:
+            raise
+        except Exception as error:
+            self._break(error)
+            raise self._broken() from error
 
     # the hosted task
 
@@ -108,12 +109,16 @@ class Host:
                 self._failure = error  # nothing was open: the one who enters is told, nobody else
                 return
             self._stack = stack
+            self._deadlines = Deadlines(
+                stack.completions, self._config.transfer_timeout_ms / 1e3, self._time_out
+            )
             stack.observe(self._telemetry)
-            for kind in self._admission:
-                reading = partial(self._running, kind)
+            for kind in self._admission.kinds:
+                reading = partial(self._admission.entered, kind)
                 self._telemetry.gauge("transfers_in_flight", reading, kind=kind)
             async with anyio.create_task_group() as group:
                 self._group = group
+                self._carriers = Carriers(group, self._carry)
                 for _ in range(stack.spiller.workers):
                     group.start_soon(stack.spiller.run)
                 group.start_soon(stack.discarder.run)
@@ -130,6 +135,21 @@ class Host:
             self.opened.set()
             self.closed.set()
 
+    async def entered(self) -> None:
+        """Wait until the manager is open; raise what kept it from opening. Who gives up waiting
+        leaves nothing open behind.
+        """
+        try:
+            await self.opened.wait()
+        except BaseException:
+            self.stop()
+            with anyio.CancelScope(shield=True):
+                await self.closed.wait()
+            raise
+        if self._failure is not None:
+            await self.closed.wait()
+            raise self._failure
+
     def stop(self) -> None:
         """Begin to close: no new calls, open plans are cancelled."""
         if self._stack is not None:
@@ -137,15 +157,12 @@ class Host:
         self._closing = True
         self._stop.set()
 
-    def failure(self) -> BaseException | None:
-        """What the manager crashed with, if it did."""
-        return self._failure
-
     async def _drain(self, stack: Stack) -> None:
         """Let transfers, spills and discards finish, within close_timeout_ms."""
         with anyio.move_on_after(self._config.close_timeout_ms / 1e3) as scope:
             await self._settle(stack)
         if scope.cancelled_caught:
+            self._cut_short = True
             log.error(
                 "close.timeout", transfers=len(self.transfers), spills=stack.spiller.queued_blocks
             )
@@ -157,18 +174,22 @@ class Host:
         await stack.discarder.drained()
 
     async def _release(self) -> None:
-        for transfer in list(self.transfers):
+        given_up = list(self.transfers)
+        for transfer in given_up:
             transfer.fail(
                 self._broken() if self._failure else ClosedError("the manager was closed meanwhile")
             )
-            transfer.quiesce()
         self.transfers.clear()
         self._ended.raise_()
         stack, self._stack = self._stack, None
         if stack is not None:
+            self._deadlines.clear()
             stack.spiller.stop()
+            stack.discarder.stop()
             self._telemetry.retire()
             await stack.aclose()
+        for transfer in given_up:  # not before: until then their copies may still be under way
+            transfer.quiesce()
 
     def _break(self, error: BaseException) -> None:
         """Record the crash, tell everybody who waits, stop."""
@@ -180,25 +201,13 @@ class Host:
             transfer.fail(self._broken())
         if self._stack is not None:
             self._stack.spiller.stop()
+            self._stack.discarder.stop()
         self._ended.raise_()
         self._stop.set()
         if self._group is not None:
             self._group.cancel_scope.cancel()
 
     # transfers
-
-    def admit(self, kind: str) -> None:
-        """Refuse a transfer when too many wait already.
-
-        Raises:
-            CapacityError: max_queued_requests of this kind are waiting.
-        """
-        lane = self._admission[kind]
-        if lane.waiting >= self._config.max_queued_requests:
-            raise CapacityError(
-                f"{lane.limit} {kind} transfers are running and {lane.waiting} wait; "
-                f"raise max_in_flight_{kind}s or max_queued_requests, or ask less often"
-            )
 
     def carry(self, request: Request) -> None:
         """Run a request in the group; settle it at its end or at its deadline, whichever comes
@@ -211,19 +220,15 @@ class Host:
             return
         transfer = request.transfer
         self.transfers.add(transfer)
-        transfer.timer = self.call_later(self._timeout_s, self._time_out, request)
-        assert self._group is not None
-        self._group.start_soon(self._carry, request)
+        self._admission.enter(request.kind)
+        self._deadlines.add(request)
+        self._carriers.start(request)
 
     async def _carry(self, request: Request) -> None:
-        lane = self._admission[request.kind]
         try:
-            held = await lane.acquire(1)
-            try:
+            async with self._admission.turn(request.kind):
                 assert self._stack is not None
                 await self._stack.engine.run(request.run)
-            finally:
-                lane.release(held)
             request.conclude()
             self._finish(request)
         except Exception as error:
@@ -238,26 +243,14 @@ class Host:
     def _finish(self, request: Request) -> None:
         """Drop the pins; nothing of the request is in flight any more."""
         assert self._stack is not None
-        transfer, kind = request.transfer, request.kind
-        if transfer.timer is not None:
-            transfer.timer.cancel()
+        transfer = request.transfer
+        self._deadlines.remove(request)
         self._stack.planner.release(request.run.graph.blocks)
-        self.transfers.discard(transfer)
+        if transfer in self.transfers:
+            self.transfers.discard(transfer)
+            self._admission.leave(request.kind)
         transfer.quiesce()
-        elapsed_ms, exposed_ms = transfer.elapsed()
-        telemetry = self._telemetry
-        telemetry.add("transfers", 1, kind=kind, outcome=transfer.outcome)
-        telemetry.observe("transfer_seconds", exposed_ms / 1e3, kind=kind, part="exposed")
-        hidden_ms = elapsed_ms - exposed_ms
-        telemetry.observe("transfer_seconds", hidden_ms / 1e3, kind=kind, part="hidden")
-        log.debug(
-            "transfer.done",
-            kind=kind,
-            outcome=transfer.outcome,
-            size_bytes=request.run.moved_bytes,
-            elapsed_ms=elapsed_ms,
-            exposed_ms=exposed_ms,
-        )
+        request.report()
         self._ended.raise_()
 
     def _commit(
@@ -276,17 +269,6 @@ class Host:
         stack.ledger.spills.clear()
         stack.discarder.wake()
 
-    def respill(self, blocks: BlockIds) -> None:
-        """Offer blocks that are put again to the stores that lack them: their spill was dropped or
-        failed.
-        """
-        stack = self.stack()
-        if stack.ledger.spill == "through":
-            blocks = stack.planner.unsaved(blocks)
-            blocks = blocks[~stack.spiller.pending(blocks)]
-            if len(blocks):
-                stack.spiller.offer(blocks, stack.index.keys(blocks))
-
     def save(self, graph: TransferGraph) -> None:
         """Start to save victims whose host slots are about to be written again."""
         stack = self.stack()
@@ -299,11 +281,14 @@ class Host:
         try:
             assert self._stack is not None
             await self._stack.engine.run(run)
+            self._stack.planner.release(run.graph.blocks)
         except Exception as error:
             self._break(_only(error))
         finally:
             self._saving -= 1
             self._ended.raise_()
+            if self._stack is not None:
+                self._stack.spiller.progress.raise_()
 
     def usage(self) -> dict[str, int]:
         """What is open and under way."""
@@ -331,6 +316,8 @@ class Host:
         """Wait until running transfers, spills and discards are over."""
         await self._settle(self.stack())
         self.check()
+        if self._cut_short:
+            raise ClosedError("the manager was closed before everything was written")
 
     async def reset(self) -> None:
         """Forget everything: plans are cancelled, transfers finish, then index, pools and stores
@@ -343,14 +330,14 @@ class Host:
         try:
             stack.plans.cancel_all()
             await self._settle(stack)
+            while stack.spiller.busy:  # somebody asked for durability meanwhile
+                await self._settle(stack)
+            stack = self.stack()
             stack.ledger.forget_everything()
             stack.discarder.wake()
             await stack.discarder.drained()
         finally:
             self.resetting = False
-
-    def _running(self, kind: str) -> int:
-        return sum(transfer.kind == kind for transfer in self.transfers)
 
 
 def _only(error: BaseException) -> BaseException:

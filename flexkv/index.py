@@ -178,6 +178,21 @@ class PrefixIndex:
         count = done(lib.fx_index_removable(self._index, u32(blocks), len(blocks)))
         return int(count)
 
+    def unsaved(self, tier: int, lower: int, blocks: BlockIds) -> BlockIds:
+        """Those of `blocks` and their ancestors that are READY in `tier` and ABSENT in `lower`.
+
+        Ancestors first, each once; a path upwards ends at the first block that is not.
+        """
+        blocks = as_blocks(blocks)
+        found = np.empty(self.resident(tier) * min(len(blocks), 8), np.uint32)
+        count = done(
+            lib.fx_index_unsaved(
+                self._index, tier, lower, u32(blocks), len(blocks), u32(found), len(found)
+            )
+        )
+        found = np.unique(found[:count])
+        return found[np.argsort(self.depths(found), kind="stable")]
+
     # eviction
 
     def set_policy(

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from flexkv.index import PrefixIndex
 from flexkv.model import (
+    ABSENT,
+    DAMAGED,
     DEVICE,
+    FAILED,
     HOST,
+    LANDED,
+    MISSING,
+    READY,
     BlockIds,
     Copy,
-    IOStatus,
     KeyArray,
     SlotIds,
     Statuses,
-    TierState,
     TransferGraph,
 )
 from flexkv.pool import SlotPool
@@ -67,6 +71,9 @@ class Ledger:
         self._landing_of = np.zeros(max_blocks, np.int64)
         self._strikes = np.zeros(max_blocks, np.uint8)  # consecutive failed reads of a block
         self._last_landing = 0
+        # host slots whose old content is being saved, and those of them that nobody holds any more
+        self._saving = np.zeros(self.host.capacity, np.bool_)
+        self._free_when_saved = np.zeros(self.host.capacity, np.bool_)
 
     def open_landing(self, blocks: BlockIds) -> int:
         """Number a landing of `blocks` in the host that other graphs may join until it is
@@ -95,7 +102,9 @@ class Ledger:
         if op.target.place == DEVICE:
             return
         tier = self.tiers[op.target.place]
-        ok = statuses == IOStatus.LANDED
+        if op.source.place == HOST and op.landing:
+            self._saved(op.source.ids[np.isin(op.positions, positions)])
+        ok = statuses == LANDED
         landed, lost = blocks[ok], blocks[~ok]
         self.index.ready(tier.number, landed, now)
         if tier is self.host:
@@ -108,31 +117,45 @@ class Ledger:
     def offer_unspilled(self, blocks: BlockIds, keys: KeyArray) -> None:
         """With spill="through", offer host blocks that no store holds: their spill was dropped."""
         if self.spill == "through" and len(blocks):
-            lacking = self.index.states(self.host.number, blocks) == TierState.READY
+            lacking = self.index.states(self.host.number, blocks) == READY
             for store in self.stores:
-                lacking &= self.index.states(store.number, blocks) == TierState.ABSENT
+                lacking &= self.index.states(store.number, blocks) == ABSENT
             if lacking.any():
                 self.spills.append((blocks[lacking], keys[lacking]))
 
     def _judge(self, store: Tier, blocks: BlockIds, statuses: Statuses) -> None:
         """Forget stored blocks that are damaged, or that failed to be read too often in a row."""
-        self._strikes[blocks[statuses == IOStatus.LANDED]] = 0
-        failed = statuses == IOStatus.FAILED
-        damaged = (statuses == IOStatus.DAMAGED) | (statuses == IOStatus.MISSING)
+        self._strikes[blocks[statuses == LANDED]] = 0
+        failed = statuses == FAILED
+        damaged = (statuses == DAMAGED) | (statuses == MISSING)
         self._strikes[blocks[failed]] += 1
         self.failed_blocks += int(np.count_nonzero(failed))
         self.damaged_blocks += int(np.count_nonzero(damaged))
         gone = blocks[damaged | (failed & (self._strikes[blocks] >= self.max_read_failures))]
-        gone = gone[self.index.states(store.number, gone) == TierState.READY]
+        gone = gone[self.index.states(store.number, gone) == READY]
         if len(gone):
             self._strikes[gone] = 0
             keys = self.index.keys(gone)
             self.vacate(store, self.index.drop(store.number, gone), keys)
 
+    def hold(self, slots: SlotIds) -> None:
+        """Note host slots whose old content a save is about to read."""
+        self._saving[slots] = True
+
+    def _saved(self, slots: SlotIds) -> None:
+        self._saving[slots] = False
+        freed = slots[self._free_when_saved[slots]]
+        self._free_when_saved[freed] = False
+        self.host.give(freed)
+
     def vacate(self, tier: Tier, slots: SlotIds, keys: KeyArray | None = None) -> None:
-        """Free slots: at once in the host, after they are forgotten in a store."""
+        """Free slots: at once in the host (unless they are still being saved), after they are
+        forgotten in a store.
+        """
         if tier is self.host:
-            tier.give(slots)
+            busy = self._saving[slots]
+            self._free_when_saved[slots[busy]] = True
+            tier.give(slots[~busy])
         elif len(slots):
             held = np.zeros((len(slots), 2), np.uint64) if keys is None else keys
             self.discards.append(Discard(tier, slots, held))
@@ -144,7 +167,7 @@ class Ledger:
         blocks = self.index.find(keys)
         tail = blocks[len(blocks) - self.index.removable(blocks) :][::-1]
         for tier in self.tiers.values():
-            here = tail[self.index.states(tier.number, tail) == TierState.READY]
+            here = tail[self.index.states(tier.number, tail) == READY]
             if len(here):
                 held = self.index.keys(here)
                 self.vacate(tier, self.index.drop(tier.number, here), held)

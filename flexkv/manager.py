@@ -56,15 +56,7 @@ class KVManager:
         self._task = asyncio.create_task(
             self._host.serve(), name="flexkv-host", context=contextvars.Context()
         )
-        try:
-            await self._host.opened.wait()
-        except BaseException:
-            self._host.stop()
-            raise
-        failure = self._host.failure()
-        if failure is not None:
-            await self._host.closed.wait()
-            raise failure
+        await self._host.entered()
         return self
 
     async def __aexit__(
@@ -150,7 +142,7 @@ class KVManager:
             )
         usable = max(0, len(tokens) - leave_tokens)
         keys = stack.keyring.chain(tokens[:usable], stack.keyring.root(namespace))
-        blocks = stack.planner.match(keys[:0] if self._host.resetting else keys)
+        blocks = self._host.think(stack.planner.match, keys[:0] if self._host.resetting else keys)
         skipped = min(computed_tokens // size, len(blocks))
         if skipped:
             stack.planner.release(blocks[:skipped])
@@ -182,7 +174,7 @@ class KVManager:
         if self._host.resetting:
             raise CapacityError("the cache is being reset; put again when reset() has returned")
         keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
-        put = stack.planner.plan_put(keys, stack.completions.now())
+        put = self._host.think(stack.planner.plan_put, keys, stack.completions.now())
         if put.saves is not None:
             self._host.save(put.saves)
         plan = Plan(
@@ -217,9 +209,10 @@ class KVManager:
         self._host.admit(plan.kind)
         stack.plans.close(plan)
         if plan.put is not None:
-            self._host.respill(plan.blocks)
-            return self._start(plan, stack.planner.launch_put(plan.put, device_blocks))
-        get = stack.planner.plan_get(plan.blocks, plan.keys, device_blocks, now)
+            return self._start(
+                plan, self._host.think(stack.planner.launch_put, plan.put, device_blocks)
+            )
+        get = self._host.think(stack.planner.plan_get, plan.blocks, plan.keys, device_blocks, now)
         return self._start(plan, get.graph, get.saves, get.by_tier, device_blocks)
 
     def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
@@ -253,7 +246,9 @@ class KVManager:
             self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
             return self._refused("prefetch", error)
         stack.plans.close(plan)
-        get = stack.planner.plan_get(plan.blocks, plan.keys, None, stack.completions.now())
+        get = self._host.think(
+            stack.planner.plan_get, plan.blocks, plan.keys, None, stack.completions.now()
+        )
         return self._start(plan, get.graph, get.saves, get.by_tier)
 
     def _launch_or_cancel(self, plan: Plan, slot_mapping: Any) -> Transfer:
@@ -333,7 +328,7 @@ class KVManager:
         """
         stack = self._stack
         keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
-        removed = stack.ledger.remove(keys)
+        removed = self._host.think(stack.ledger.remove, keys)
         stack.discarder.wake()
         return removed * stack.spec.tokens_per_block
 

@@ -68,6 +68,11 @@ class IOStatus(enum.IntEnum):
     SKIPPED = 4  # not tried: cancelled, or an earlier leg of the block failed
 
 
+# The same as plain ints: numpy takes five times as long to compare with an enum member.
+ABSENT, LANDING, READY = (int(state) for state in TierState)
+LANDED, FAILED, DAMAGED, MISSING, SKIPPED = (int(status) for status in IOStatus)
+
+
 def canonical_dtype(name: Any) -> str:
     """Return the canonical name of a KV dtype ("torch.bfloat16", "bf16", ... -> "bfloat16").
 

@@ -12,28 +12,29 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv import spills
 from flexkv.errors import CapacityError
 from flexkv.ledger import Ledger
 from flexkv.model import (
+    ABSENT,
     DEVICE,
     HOST,
+    LANDING,
     NO_BLOCK,
     PRIORITY_GET,
     PRIORITY_PREFETCH,
     PRIORITY_PUT,
-    PRIORITY_SPILL,
+    READY,
     BlockIds,
     BoolArray,
     Copy,
     KeyArray,
     SlotIds,
     Span,
-    TierState,
     TransferGraph,
 )
 
 _NO_SLOTS: SlotIds = np.empty(0, np.uint32)
-_ANCESTORS = 32  # generations looked at in one go
 
 
 @dataclass(slots=True)
@@ -90,20 +91,25 @@ class Planner:
         self.index.touch(blocks, now)
         count = len(blocks)
         states = self.index.states(self.host.number, blocks)
-        in_host = states == TierState.READY
+        in_host = states == READY
         goal, priority = (
             (HOST, PRIORITY_PREFETCH) if device_blocks is None else (DEVICE, PRIORITY_GET)
         )
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
-        if in_host.all():
-            if device_blocks is not None:
-                ops.append(self._from_host(blocks, np.arange(count), device_blocks))
-            arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
-            graph = TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority)
+        if np.count_nonzero(in_host) == count:
+            if device_blocks is None:
+                graph = TransferGraph((), blocks, keys, in_host, goal, priority)
+                return GetPlan(graph, None, by_tier)
+            source = Span(HOST, self.index.slots(self.host.number, blocks))
+            everything = Copy(source, Span(DEVICE, device_blocks), np.arange(count))
+            arrived = np.zeros(count, np.bool_)
+            graph = TransferGraph((everything,), blocks, keys, arrived, goal, priority)
             return GetPlan(graph, None, by_tier)
-        joinable = (states == TierState.LANDING) & (self.ledger.landings(blocks) > 0)
-        if device_blocks is not None:
+        joinable = (states == LANDING) & (self.ledger.landings(blocks) > 0)
+        if device_blocks is None:
+            ops.extend(self._await_landings(blocks, np.flatnonzero(joinable)))
+        else:
             if in_host.any():
                 ops.append(self._from_host(blocks, np.flatnonzero(in_host), device_blocks))
             if joinable.any():
@@ -147,7 +153,7 @@ class Planner:
         A block that finds a host slot is promoted on the way; the others pass through staging
         memory.
         """
-        absent = far[states[far] == TierState.ABSENT]
+        absent = far[states[far] == ABSENT]
         slots, saves, waits = self._host_room(len(absent))
         promoted = absent[: len(slots)]
         self.index.land(self.host.number, blocks[promoted], slots)
@@ -156,7 +162,7 @@ class Planner:
         goes_to_host = np.zeros(len(blocks), np.bool_)
         goes_to_host[promoted] = True
         for store in self.stores:
-            here = self.index.states(store.number, blocks[far]) == TierState.READY
+            here = self.index.states(store.number, blocks[far]) == READY
             mine, far = far[here], far[~here]
             by_tier[store.name] = len(mine)
             store_slots = np.zeros(len(blocks), np.uint32)
@@ -195,7 +201,7 @@ class Planner:
         known = self.index.find(keys)
         self.index.pin(known)
         self.index.touch(known, now)
-        absent = np.flatnonzero(self.index.states(self.host.number, known) == TierState.ABSENT)
+        absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
         positions = np.concatenate((absent, np.arange(len(known), len(keys))))
         chosen = self.host.victims(
             len(positions), partial=False, exact=self.ledger.spill == "on_evict"
@@ -207,24 +213,23 @@ class Planner:
                 f"{self.host.free} of {self.host.capacity} are free, the rest is pinned, in flight "
                 "or holds ancestors. Raise host_cache_bytes or put less at once"
             )
-        slots, saves, waits = self._make_room(*chosen)
-        try:
-            added = self.index.insert(
-                keys[len(known) :], int(known[-1]) if len(known) else NO_BLOCK
-            )
+        try:  # before anything leaves: an index that is full must not cost a block
+            parent = int(known[-1]) if len(known) else NO_BLOCK
+            added = self.index.insert(keys[len(known) :], parent)
         except CapacityError:
-            self.host.give(slots)
             self.index.unpin(known)
             raise
         self.index.pin(added)
+        slots, saves, waits = self._make_room(*chosen)
         blocks = np.concatenate((known, added))
         self.index.land(self.host.number, blocks[positions], slots)
         return PutPlan(blocks, keys, positions, slots, saves, waits[0] if waits else 0)
 
     def launch_put(self, plan: PutPlan, device_blocks: SlotIds) -> TransferGraph:
         """Turn a put plan into its graph. `device_blocks` covers all blocks of the prompt."""
-        arrived = np.ones(len(plan.blocks), np.bool_)
-        arrived[plan.positions] = False
+        arrived = self.index.states(self.host.number, plan.blocks) == READY
+        others = ~arrived  # landing for somebody else's put: that one is waited for
+        others[plan.positions] = False
         self.ledger.offer_unspilled(plan.blocks[arrived], plan.keys[arrived])
         ops: tuple[Copy, ...] = ()
         if len(plan.positions):
@@ -232,12 +237,24 @@ class Planner:
             source, target = Span(DEVICE, device_blocks[plan.positions]), Span(HOST, plan.slots)
             joins = (plan.landing,) if plan.landing else ()
             ops = (Copy(source, target, plan.positions, landing=landing, joins=joins),)
+        if others.any():
+            ops += self._await_landings(plan.blocks, np.flatnonzero(others))
         return TransferGraph(ops, plan.blocks, plan.keys, arrived, HOST, PRIORITY_PUT)
 
     def cancel_put(self, plan: PutPlan) -> None:
         """Give back everything a put plan holds that was not launched."""
-        self.host.give(self.index.drop(self.host.number, plan.blocks[plan.positions]))
+        slots = self.index.drop(self.host.number, plan.blocks[plan.positions])
+        self.ledger.vacate(self.host, slots)
         self.index.unpin(plan.blocks)
+
+    def _await_landings(self, blocks: BlockIds, positions: NDArray[np.int64]) -> tuple[Copy, ...]:
+        """An op that moves nothing: its blocks arrive in the host with landings of other graphs."""
+        landings = self.ledger.landings(blocks[positions])
+        positions, landings = positions[landings > 0], landings[landings > 0]
+        if len(positions) == 0:
+            return ()
+        place = Span(HOST, self.index.slots(self.host.number, blocks[positions]))
+        return (Copy(place, place, positions, joins=tuple(int(n) for n in np.unique(landings))),)
 
     # room in the host
 
@@ -263,12 +280,13 @@ class Planner:
         dirty = self._only_in_host(victims)
         # clean victims leave first: from here on the store knows that it holds their only copy
         self.host.give(self.host.evict(victims[~dirty]))
-        saved, saves = self._plan_save(victims[dirty][::-1])
-        unsaved = victims[dirty][: np.count_nonzero(dirty) - len(saved)]
-        self.host.give(self.host.evict(unsaved))
+        saved, saves = spills.plan_save(self.ledger, victims[dirty])
+        found = np.isin(victims, saved)
+        self.host.give(self.host.evict(victims[dirty & ~found]))
         if saves is None:
             return self.host.pool.take(count), None, ()
-        kept = self.host.evict(saved[::-1])
+        kept = self.host.evict(victims[found])
+        self.ledger.hold(kept)
         return (
             np.concatenate((self.host.pool.take(count - len(kept)), kept)),
             saves,
@@ -278,95 +296,11 @@ class Planner:
     def _only_in_host(self, blocks: BlockIds) -> BoolArray:
         elsewhere = np.zeros(len(blocks), np.bool_)
         for store in self.stores:
-            elsewhere |= self.index.states(store.number, blocks) != TierState.ABSENT
+            elsewhere |= self.index.states(store.number, blocks) != ABSENT
         return ~elsewhere
 
-    def _plan_save(self, blocks: BlockIds) -> tuple[BlockIds, TransferGraph | None]:
-        """Plan to write blocks (ancestors first) that are about to lose their host slots into the
-        first store.
-        """
-        store = self.stores[0]
-        taken = store.take(len(blocks), partial=True)
-        if taken is None or len(taken[0]) == 0:
-            return blocks[:0], None
-        self.ledger.vacate(store, taken[1])
-        blocks = blocks[: len(taken[0])]
-        above = self._unsaved_ancestors(blocks)
-        if len(above):
-            self.ledger.spills.append((above, self.index.keys(above)))
-        source = Span(HOST, self.index.slots(self.host.number, blocks))
-        self.index.land(store.number, blocks, taken[0])
-        landing = self.ledger.open_landing(blocks[:0])
-        op = Copy(source, Span(store.name, taken[0]), np.arange(len(blocks)), landing=landing)
-        return blocks, self._spill_graph((op,), blocks, store.name)
-
-    # spill
+    # down to the stores
 
     def plan_spill(self, blocks: BlockIds, keys: KeyArray) -> tuple[TransferGraph | None, int]:
-        """Plan to write host blocks to the stores that lack them; pins them.
-
-        Ancestors that a store lacks go along: a child without them could not be found again, and
-        they could never leave the host. Blocks that left the host since they were offered, or that
-        find no slot, are dropped: returns the graph (None when nothing is left to do) and the
-        number of dropped blocks.
-        """
-        still = (self.index.keys(blocks) == keys).all(axis=1)
-        still &= self.index.states(self.host.number, blocks) == TierState.READY
-        dropped = int(np.count_nonzero(~still))
-        blocks, ops, goal = blocks[still], [], HOST
-        blocks = np.concatenate((self._unsaved_ancestors(blocks), blocks))
-        for store in self.stores:
-            lacking = np.flatnonzero(self.index.states(store.number, blocks) == TierState.ABSENT)
-            self.index.pin(blocks)
-            taken = store.take(len(lacking), partial=True)
-            self.index.unpin(blocks)
-            assert taken is not None
-            slots, spare = taken
-            self.ledger.vacate(store, spare)
-            dropped += len(lacking) - len(slots)
-            lacking = lacking[: len(slots)]
-            if len(lacking):
-                self.index.land(store.number, blocks[lacking], slots)
-                source = Span(HOST, self.index.slots(self.host.number, blocks[lacking]))
-                ops.append(Copy(source, Span(store.name, slots), lacking))
-                goal = store.name
-        if not ops:
-            return None, dropped
-        self.index.pin(blocks)
-        return self._spill_graph(tuple(ops), blocks, goal), dropped
-
-    def unsaved(self, blocks: BlockIds) -> BlockIds:
-        """Those of `blocks` that are readable in the host and that a store lacks, in their order."""
-        lacking = np.zeros(len(blocks), np.bool_)
-        for store in self.stores:
-            lacking |= self.index.states(store.number, blocks) == TierState.ABSENT
-        lacking &= self.index.states(self.host.number, blocks) == TierState.READY
-        return blocks[lacking]
-
-    def _unsaved_ancestors(self, blocks: BlockIds) -> BlockIds:
-        """The nearest ancestors of `blocks`, outside of them, that are unsaved; first ones first."""
-        found, here = [blocks[:0]], blocks
-        for _ in range(_ANCESTORS):
-            here = np.setdiff1d(self.index.parents(here), blocks)
-            here = self.unsaved(here[here != NO_BLOCK])
-            if len(here) == 0:
-                break
-            found.append(here)
-        above = np.unique(np.concatenate(found))
-        return above[np.argsort(self.index.depths(above), kind="stable")]
-
-    def _spill_graph(self, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -> TransferGraph:
-        parents = self.index.parents(blocks)
-        parent_keys = np.zeros((len(blocks), 2), np.uint64)
-        below = parents != NO_BLOCK
-        parent_keys[below] = self.index.keys(parents[below])
-        return TransferGraph(
-            ops,
-            blocks,
-            self.index.keys(blocks),
-            np.zeros(len(blocks), np.bool_),
-            goal,
-            PRIORITY_SPILL,
-            parent_keys,
-            self.index.depths(blocks),
-        )
+        """Plan to write host blocks to the stores that lack them; see `flexkv.spills`."""
+        return spills.plan_spill(self.ledger, blocks, keys)

@@ -9,6 +9,7 @@ from flexkv.completion import Completions
 from flexkv.planner import Planner
 from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Plan
+from flexkv.waiting import Deadlines
 
 
 class Plans:
@@ -17,9 +18,8 @@ class Plans:
     def __init__(
         self, planner: Planner, completions: Completions, telemetry: Telemetry, ttl_ms: float
     ) -> None:
-        self._planner, self._completions, self._telemetry = planner, completions, telemetry
-        self._ttl_s = ttl_ms / 1e3
-        self._open: set[Plan] = set()
+        self._planner, self._telemetry = planner, telemetry
+        self._open: Deadlines[Plan] = Deadlines(completions, ttl_ms / 1e3, self._expire)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -27,17 +27,13 @@ class Plans:
     def watch(self, plan: Plan) -> Plan:
         """Keep a plan until it is closed, cancelled or too old; an empty one holds nothing."""
         if len(plan.blocks):
-            plan.timer = self._completions.call_later(self._ttl_s, self._expire, plan)
             self._open.add(plan)
         return plan
 
     def close(self, plan: Plan) -> bool:
         """Take a plan out of the books, giving nothing back; False if it was closed before."""
         was_open, plan.open = plan.open, False
-        if plan.timer is not None:
-            plan.timer.cancel()
-            plan.timer = None
-        self._open.discard(plan)
+        self._open.remove(plan)
         return was_open
 
     def cancel(self, plan: Plan) -> None:
@@ -51,8 +47,9 @@ class Plans:
 
     def cancel_all(self) -> None:
         """Cancel every open plan."""
-        for plan in list(self._open):
+        for plan in self._open.items():
             self.cancel(plan)
+        self._open.clear()
 
     def _expire(self, plan: Plan) -> None:
         log.warning("plan.expired", kind=plan.kind, blocks=len(plan.blocks))

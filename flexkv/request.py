@@ -1,12 +1,13 @@
 """A request under way: the transfer its caller holds, the run that moves its blocks, and how one
 settles the other.
 
-`Request.conclude` settles the transfer from the run as it stands; `device_blocks` turns an engine's
-slot mapping into block numbers, checking every slot.
+`Request.conclude` settles the transfer from the run as it stands, `report` tells telemetry;
+`device_blocks` turns an engine's slot mapping into block numbers, checking every slot.
 """
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,10 +18,11 @@ from flexkv.engine import Run
 from flexkv.errors import InputError, TransferError
 from flexkv.keys import as_tokens
 from flexkv.model import SlotIds
-from flexkv.telemetry import Telemetry
+from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 _NO_BLOCKS: SlotIds = np.empty(0, np.uint32)
+_NONE = np.empty(0, np.int64)
 
 
 def device_blocks(slot_mapping: Any, count: int, tokens_per_block: int, limit: int) -> SlotIds:
@@ -63,10 +65,11 @@ class Request:
 
     __slots__ = (
         "by_tier",
+        "context",
         "device_blocks",
         "kind",
         "matched",
-        "new_blocks",
+        "own",
         "run",
         "telemetry",
         "tokens",
@@ -88,7 +91,8 @@ class Request:
         self.kind, self.matched, self.run = plan.kind, plan.matched, run
         self.tokens, self.by_tier, self.device_blocks = tokens_per_block, by_tier, device_blocks
         self.telemetry = telemetry
-        self.new_blocks = len(run.arrived) - int(np.count_nonzero(run.arrived))
+        self.context = contextvars.copy_context()  # what the caller's log lines carry
+        self.own = _NONE if plan.put is None else plan.put.positions  # not another put's blocks
         self.transfer = Transfer(
             plan.kind,
             plan.matched,
@@ -111,13 +115,17 @@ class Request:
         if self.transfer.done:
             return
         arrived = self.run.arrived
-        prefix = len(arrived) if arrived.all() else int(np.argmin(arrived))
+        count = len(arrived)
+        whole = np.count_nonzero(arrived) == count
+        prefix = count if whole else int(np.argmin(arrived))
         if self.kind == "put":
-            self._conclude_put(prefix, int(np.count_nonzero(~arrived)), timed_out)
+            self._conclude_put(prefix, int(np.count_nonzero(~arrived[self.own])), timed_out)
             return
         if self.kind == "get":
             self.telemetry.add("loaded_blocks", prefix)
-        failed = _NO_BLOCKS if self.device_blocks is None else self.device_blocks[~arrived]
+        failed = _NO_BLOCKS
+        if self.device_blocks is not None and not whole:
+            failed = self.device_blocks[~arrived]
         cancelled = self.run.cancelled and not timed_out
         self.transfer.settle(
             lambda elapsed_ms, exposed_ms: GetResult(
@@ -134,7 +142,8 @@ class Request:
         )
 
     def _conclude_put(self, prefix: int, lost: int, timed_out: bool) -> None:
-        self.telemetry.add("stored_blocks", self.new_blocks - lost)
+        new = len(self.own) - lost
+        self.telemetry.add("stored_blocks", new)
         if lost and (timed_out or not self.run.cancelled):
             why = "in time" if timed_out else "(see the log)"
             blocks = len(self.run.arrived)
@@ -145,10 +154,28 @@ class Request:
         self.transfer.settle(
             lambda elapsed_ms, exposed_ms: PutResult(
                 prefix * self.tokens,
-                (self.new_blocks - lost) * self.tokens,
+                new * self.tokens,
                 self.run.moved_bytes,
                 elapsed_ms,
                 exposed_ms,
                 self.run.cancelled,
             )
+        )
+
+    def report(self) -> None:
+        """Tell telemetry and log how the transfer ended."""
+        elapsed_ms, exposed_ms = self.transfer.elapsed()
+        add, observe = self.telemetry.add, self.telemetry.observe
+        add("transfers", 1, kind=self.kind, outcome=self.transfer.outcome)
+        observe("transfer_seconds", exposed_ms / 1e3, kind=self.kind, part="exposed")
+        hidden_ms = elapsed_ms - exposed_ms
+        observe("transfer_seconds", hidden_ms / 1e3, kind=self.kind, part="hidden")
+        self.context.run(
+            log.debug,
+            "transfer.done",
+            kind=self.kind,
+            outcome=self.transfer.outcome,
+            size_bytes=self.run.moved_bytes,
+            elapsed_ms=elapsed_ms,
+            exposed_ms=exposed_ms,
         )

@@ -31,9 +31,7 @@ from flexkv.telemetry import Telemetry, log
 from flexkv.tier import Tier
 
 DISK = "disk"
-_SPARE_ENTRIES = (
-    1024  # index entries for blocks that are pinned or interior while they are in no tier
-)
+_SPARE_ENTRIES = 1024  # blocks that are pinned or interior while they are in no tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,8 @@ def _make_ledger(
     config: FlexKVConfig, telemetry: Telemetry, host_slots: int, stores: Mapping[str, int]
 ) -> Ledger:
     capacities = {HOST: host_slots, **stores}
-    max_blocks = sum(capacities.values()) + _SPARE_ENTRIES
+    # a put enters its blocks before those that make room for them leave: the host's share twice
+    max_blocks = sum(capacities.values()) + host_slots + _SPARE_ENTRIES
     index = PrefixIndex(max_blocks, list(capacities))
     tiers = []
     for number, (name, slots) in enumerate(capacities.items()):

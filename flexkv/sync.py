@@ -61,7 +61,7 @@ class BlockingTransfer:
 
 
 class _Answer(Generic[_T]):
-    """What a call on another thread comes to; a bare lock, because it is on the way of every call."""
+    """What a call on another thread comes to; a bare lock, as every call has to pass it."""
 
     __slots__ = ("_error", "_ready", "_value")
 

@@ -9,6 +9,7 @@ application.
 from __future__ import annotations
 
 import bisect
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,40 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-log = structlog.get_logger("flexkv")
+
+class _Log:
+    """The application's structlog where it has configured one, else the standard `logging`.
+
+    structlog that nobody configured prints everything to stdout, which is the application's; the
+    logger "flexkv" of the standard library stays quiet below WARNING and writes to stderr.
+    """
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("flexkv")
+        self._standard = structlog.wrap_logger(
+            self._logger,
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+            ],
+            wrapper_class=structlog.stdlib.BoundLogger,
+        ).bind()
+
+    def debug(self, event: str, **facts: Any) -> None:
+        """Log what happens once per request; costs next to nothing where nobody listens."""
+        if structlog.is_configured():
+            structlog.get_logger("flexkv").debug(event, **facts)
+        elif self._logger.isEnabledFor(logging.DEBUG):
+            self._standard.debug(event, **facts)
+
+    def __getattr__(self, name: str) -> Any:
+        if structlog.is_configured():
+            return getattr(structlog.get_logger("flexkv"), name)
+        return getattr(self._standard, name)
+
+
+log: Any = _Log()
 
 _SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import anyio
 import numpy as np
 
 from flexkv.model import BlockIds, KeyArray, SlotIds
 from flexkv.planner import PutPlan
+from flexkv.waiting import Latch
 
 Kind = Literal["get", "put", "prefetch"]
 
@@ -49,8 +49,8 @@ class GetResult:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What a put stored: `stored` tokens are readable in host memory, `new` of them came from this
-    put.
+    """What a put stored: the first `stored` tokens are readable in host memory, `new` tokens came
+    from this put; `stored` is short of the prompt when another put of the same blocks failed.
 
     When it is there, the engine may reuse its device slots. Times as in GetResult.
     """
@@ -74,7 +74,7 @@ class Plan:
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
     """
 
-    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "put", "timer")
+    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "put")
 
     def __init__(
         self,
@@ -90,7 +90,6 @@ class Plan:
         self.kind, self.offset, self.matched = kind, offset, matched
         self.blocks, self.keys, self.put = blocks, keys, put
         self.open = True
-        self.timer: Any = None
         self._cancel = cancel
 
     def cancel(self) -> None:
@@ -124,7 +123,6 @@ class Transfer:
         "kind",
         "matched",
         "started",
-        "timer",
     )
 
     def __init__(
@@ -141,10 +139,9 @@ class Transfer:
         self.kind, self.matched, self.blocks, self.keys = kind, matched, blocks, keys
         self.started = clock()
         self.finished = 0.0
-        self.timer: Any = None
         self._clock, self._cancel, self._durable = clock, cancel, durable
-        self._settled = anyio.Event()
-        self._quiet = anyio.Event()
+        self._settled = Latch()
+        self._quiet = Latch()
         self._result: Any = None
         self._error: BaseException | None = None
         self._first_listened: float | None = None

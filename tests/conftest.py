@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 HEAVY = {"torch", "transformers"}
@@ -24,3 +26,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         elif isinstance(node, ast.ImportFrom) and node.module:
             wanted.add(node.module.split(".")[0])
     return True if wanted & ABSENT else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How often managers are killed in test_restart.py: `--kills 500`."""
+    parser.addoption("--kills", type=int, default=40, help="kills of test_restart.py")
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    """How many kills were asked for."""
+    count: int = request.config.getoption("--kills")
+    return count

@@ -18,10 +18,13 @@ from typing import Any
 import numpy as np
 from disk_rig import LANDED, Rig
 
+_parent = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # log lines are not for the parent
+
 
 def say(*words: Any) -> None:
     """One line, in one write: it is whole or absent, whenever we are killed."""
-    os.write(1, (json.dumps(words) + "\n").encode())
+    os.write(_parent, (json.dumps(words) + "\n").encode())
 
 
 async def use(job: dict[str, Any]) -> None:

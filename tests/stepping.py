@@ -18,7 +18,7 @@ from flexkv import plugins
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.disk import DiskBackend
 from flexkv.model import Statuses
-from flexkv.protocols import BlockCopy, BlockIO
+from flexkv.protocols import BlockCopy, BlockIO, Recovered, Services
 
 
 class Steps:
@@ -27,6 +27,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.held = ""
         self._hold_at: int | str | None = None
         self.reached = asyncio.Event()
         self._open = asyncio.Event()
@@ -35,8 +36,9 @@ class Steps:
         """Count from 0 again; stop the operation at this point (number, or every one of a
         name)."""
         self.release()
-        self.names, self._hold_at = [], hold_at
-        self.reached, self._open = asyncio.Event(), asyncio.Event()
+        self.names, self.held, self._hold_at = [], "", hold_at
+        self.reached.clear()
+        self._open = asyncio.Event()
 
     def release(self) -> None:
         """Let everybody through, now and later."""
@@ -46,6 +48,7 @@ class Steps:
         """One step of a backend."""
         here, self.names = len(self.names), [*self.names, name]
         if self._hold_at in (here, name):
+            self.held = name
             self.reached.set()
             await self._open.wait()
 
@@ -74,6 +77,12 @@ class SteppingDisk(DiskBackend):
 
     steps: Steps
 
+    async def open(self, services: Services) -> Recovered | None:
+        await self.steps.point("before open")
+        found = await super().open(services)
+        await self.steps.point("after open")
+        return found
+
     async def read(self, batch: BlockIO) -> Statuses:
         await self.steps.point("before read")
         statuses = await super().read(batch)
@@ -100,7 +109,9 @@ def registered(steps: Steps) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_stepping(path: Path | None = None, **settings: Any) -> AsyncIterator[tuple[Rig, Steps]]:
+async def open_stepping(
+    path: Path | None = None, **settings: Any
+) -> AsyncIterator[tuple[Rig, Steps]]:
     """A rig whose copies all go to the crew's threads and whose backends stop at steps."""
     steps = Steps()
     with registered(steps):

@@ -74,7 +74,7 @@ def test_keyword_beats_file_beats_environment_beats_default(
     assert config.host_cache_bytes == 3 * 2**20
     assert config.plan_ttl_ms == 22
     assert config.spill == "never"
-    assert config.evict_ratio == 0.05
+    assert config.evict_ratio == 0.0
 
 
 def test_the_same_setting_under_two_names_in_two_sources_is_one_setting(

@@ -1,4 +1,4 @@
-"""`flexkv demo` on a tiny model: killed, restarted, identical; and honest when something is wrong."""
+"""`flexkv demo` on a tiny model: killed, restarted, identical; honest when something is wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_the_report_says_where_every_token_came_from(good: tuple[Path, Any]) -> 
     assert ways["cold"]["restored_tokens"] == 0
     assert ways["host"]["restored_by_tier"]["host"] >= 4 * 512
     assert ways["ssd"]["restored_by_tier"] == {"host": 0, "disk": ways["ssd"]["restored_tokens"]}
-    assert [(kill["life"], kill["signal"]) for kill in report["kills"]] == [("first", 9), ("second", 9)]
+    assert [(kill["life"], kill["signal"]) for kill in report["kills"]] == [
+        ("first", 9),
+        ("second", 9),
+    ]
     assert ways["ssd"]["get_bytes"] > 0
     assert len(report["answers"]) == 23
 

@@ -137,6 +137,15 @@ async def test_discarded_blocks_are_gone(tmp_path: Path) -> None:
         assert sorted(rig.found) == [0, 1, 2, 3, 6, 7, 8, 9]
 
 
+async def test_a_key_of_zeros_discards_whatever_is_there(tmp_path: Path) -> None:
+    async with Rig(folders(tmp_path, 1)) as rig:
+        await rig.put([4])
+        batch = rig.batch([4, 5])
+        batch.keys[:] = 0
+        assert (await rig.backend.discard(batch)).tolist() == [LANDED, MISSING]
+        assert await rig.get([4]) == [MISSING]
+
+
 async def test_used_bytes_are_true_after_remove_clear_and_overwrite(tmp_path: Path) -> None:
     """Twenty rounds on 8 slots (D06): nothing of a round is left when the next one starts."""
     async with Rig(folders(tmp_path, 2), slots=8) as rig:

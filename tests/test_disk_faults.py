@@ -145,6 +145,49 @@ async def test_a_discard_that_fails_is_told_and_still_a_miss(tmp_path: Path, eng
         assert await rig.get(range(4)) == [MISSING, MISSING, LANDED, LANDED]
 
 
+async def test_a_record_that_could_not_be_cleared_is_cleared_before_the_slot_is_reused(
+    tmp_path: Path, engine: str
+) -> None:
+    path = tmp_path / "ssd0" / disk_format.RECORDS_NAME
+    async with Rig(folders(tmp_path, 1), engine=engine) as rig:
+        await rig.put([0])
+        faults = inject(rig.backend, rig.arena)
+        faults.add("record", "EIO", times=2)
+        assert await rig.drop([0]) == [FAILED]
+        assert await rig.put([9], slots=[0]) == [FAILED]
+        gate = faults.hold("write")
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.put, [9], [0])
+            await gate.reached.wait()
+            assert path.read_bytes()[4096 : 4096 + 64] == bytes(64)
+            gate.open()
+        assert await rig.get([9], slots=[0]) == [LANDED]
+
+
+async def test_giving_up_on_a_record_leaves_no_stale_one(tmp_path: Path, engine: str) -> None:
+    """The record may be on its way to disk when its writer goes away."""
+    path = tmp_path / "ssd0" / disk_format.RECORDS_NAME
+    async with Rig(folders(tmp_path, 1), engine=engine) as rig:
+        faults = inject(rig.backend, rig.arena)
+        gate = faults.hold("record")
+        task = asyncio.create_task(rig.put([0]))
+        await gate.reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        faults.clear()
+        with path.open("r+b") as file:  # it arrives after all
+            file.seek(4096)
+            file.write(b"late" * 16)
+        gate = faults.hold("write")
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.put, [9], [0])
+            await gate.reached.wait()
+            assert path.read_bytes()[4096 : 4096 + 64] == bytes(64)
+            gate.open()
+        assert await rig.get([9], slots=[0]) == [LANDED]
+
+
 async def test_a_file_cut_under_our_feet_is_a_failure(tmp_path: Path, engine: str) -> None:
     paths = folders(tmp_path, 1)
     async with Rig(paths, engine=engine) as rig:

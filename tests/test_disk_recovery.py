@@ -354,7 +354,7 @@ async def test_other_files_in_the_directory_stay(tmp_path: Path) -> None:
 
 
 def test_a_million_records_are_read_quickly(tmp_path: Path) -> None:
-    """Reopening 1 M blocks < 2 s with the index; the store's share is a quarter of that."""
+    """Reopening 1 M blocks takes < 2 s with the index; this is the store's part, in CPU time."""
     count = 1_000_000
     directory = Directory(tmp_path, 0)
     directory.acquire()
@@ -375,15 +375,15 @@ def test_a_million_records_are_read_quickly(tmp_path: Path) -> None:
 
     opening = _Opening(DiskSettings((tmp_path,)), IDENTITY, geometry, [directory])
     opening.members[0] = superblock
-    started = time.perf_counter()
+    started = time.process_time()
     table, recovered = opening._adopt(b"s" * 16)
-    elapsed = time.perf_counter() - started
+    elapsed = time.process_time() - started
     directory.shrink_to_nothing()
     directory.release()
     assert recovered is not None
     assert len(recovered.slots) == table.used == count
     print(f"1 M records: {elapsed:.3f} s")
-    assert elapsed < 2
+    assert elapsed < 1.5
 
 
 # --- kill -9
@@ -406,10 +406,14 @@ class Zygote:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        assert self._process.wait(20) == 0
         assert self._process.stdout is not None
-        self._process.stdout.close()
+        try:
+            self._process.stdin.close()
+            assert self._process.wait(20) == 0
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
 
     def start(self, paths: list[Path], **job: object) -> None:
         assert self._process.stdin is not None

@@ -15,8 +15,11 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys index order pool tier ledger planner"
-BODY = "completion memory lanes engine background plans request stack hosting transfer"
+BRAIN = "keys index order pool tier ledger spills planner"
+BODY = (
+    "completion memory lanes waiting carriers admission engine background plans request stack "
+    "hosting transfer"
+)
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
     "errors": "",
@@ -33,18 +36,23 @@ MAY_IMPORT = {
     "index": f"_core order protocols {VOCABULARY}",
     "tier": f"index pool {VOCABULARY}",
     "ledger": f"index pool tier protocols {VOCABULARY}",
-    "planner": f"index pool tier ledger protocols {VOCABULARY}",
+    "spills": f"index ledger {VOCABULARY}",
+    "planner": f"index pool tier ledger spills protocols {VOCABULARY}",
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "errors",
-    "engine": f"completion lanes pool protocols telemetry {VOCABULARY}",  # no backend, no index
+    "waiting": "completion",
+    "carriers": "",
+    "admission": f"config lanes {VOCABULARY}",
+    # no backend, no index
+    "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
     "ranks": f"_core backends completion memory plugins protocols telemetry {VOCABULARY}",
-    "background": f"engine ledger planner index protocols telemetry {VOCABULARY}",
-    "transfer": f"planner protocols {VOCABULARY}",
-    "plans": f"completion planner telemetry transfer {VOCABULARY}",
+    "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
+    "transfer": f"planner protocols waiting {VOCABULARY}",
+    "plans": f"completion planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     "stack": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
@@ -59,8 +67,8 @@ MAY_IMPORT = {
 # package -> rooms that may import it
 OUTSIDE = {
     "asyncio": "completion manager sync testing",
-    "anyio": "completion manager sync lanes engine background plans request stack hosting transfer "
-    "backends codecs ranks integration testing cli bench",
+    "anyio": "completion manager sync lanes waiting carriers engine background plans request stack "
+    "hosting transfer backends codecs ranks integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "",

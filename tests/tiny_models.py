@@ -1,4 +1,4 @@
-"""Tiny random causal LMs of several shapes, made on the spot: no network, a few milliseconds each."""
+"""Tiny random causal LMs of several shapes, made on the spot without a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _GROUPED: dict[str, Any] = {
 
 
 def tiny_model(shape: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Return a model in eval mode: llama and qwen2 with grouped heads, qwen3 with a head size of its own, gpt2."""
+    """Return a model in eval mode: llama and qwen2 with grouped heads, qwen3 with a head size of
+    its own, gpt2.
+    """
     import torch
     import transformers as hf
 

@@ -2,11 +2,11 @@
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "index_impl.h"
+#include "pages.h"
 
-/* ---- memory: one mapping, so that large indexes get huge pages (a probe then costs no page walk) ---- */
+/* ---- memory: one mapping for all arrays ---- */
 
 static size_t carve(size_t *used, size_t count, size_t item_bytes) {
   size_t at = *used;
@@ -38,6 +38,7 @@ static void make_empty(fx_index *index) {
   index->count = 0;
   index->pinned = 0;
   index->trials = 0;
+  index->loose_start = FX_NONE;
   index->loose_count = 0;
   memset(index->masks, 0, entries * sizeof *index->masks);
   for (size_t i = 0; i < entries; i++) index->nodes[i].parent = FX_UNUSED;
@@ -64,14 +65,12 @@ fx_index *fx_index_open(uint32_t max_blocks, uint32_t tiers) {
   index->table_mask = (uint32_t)(cells - 1);
   while (1ull << index->block_bits < max_blocks) index->block_bits++;
   index->memory_bytes = lay_out(index, NULL);
-  index->memory = mmap(NULL, index->memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  index->memory = fx_pages_map(index->memory_bytes);
   index->runs = fx_runs_open(max_blocks);
-  if (index->memory == MAP_FAILED || !index->runs) {
-    if (index->memory == MAP_FAILED) index->memory = NULL;
+  if (!index->memory || !index->runs) {
     fx_index_close(index);
     return NULL;
   }
-  madvise(index->memory, index->memory_bytes, MADV_HUGEPAGE); /* a wish; small pages work too */
   lay_out(index, index->memory);
   make_empty(index);
   return index;
@@ -79,7 +78,7 @@ fx_index *fx_index_open(uint32_t max_blocks, uint32_t tiers) {
 
 void fx_index_close(fx_index *index) {
   if (!index) return;
-  if (index->memory) munmap(index->memory, index->memory_bytes);
+  fx_pages_unmap(index->memory, index->memory_bytes);
   fx_runs_close(index->runs);
   free(index);
 }
@@ -103,9 +102,8 @@ static void table_add(fx_index *index, uint32_t block) {
   index->table[at] = (uint64_t)tag << 32 | block;
 }
 
-/* Remove a cell and move later ones of the cluster back, so that no tombstones pile up over months of eviction. */
-static void table_remove(fx_index *index, uint32_t block) {
-  if (fx_follows(block, index->nodes[block].parent)) return;
+/* Remove the cell of a block that has one and move later ones of the cluster back, so that no tombstones pile up over months of eviction. */
+void fx_table_remove(fx_index *index, uint32_t block) {
   uint32_t mask = index->table_mask, hole = (uint32_t)index->keys[block].lo & mask;
   while ((uint32_t)index->table[hole] != block) hole = (hole + 1) & mask;
   for (uint32_t at = (hole + 1) & mask;; at = (at + 1) & mask) {
@@ -135,21 +133,8 @@ void fx_entry_add(fx_index *index, uint32_t block, fx_key key, uint32_t parent) 
 
 void fx_give_loose(fx_index *index) {
   fx_runs_give_run(index->runs, index->loose_start, index->loose_count);
+  index->loose_start = FX_NONE; /* follows and precedes nothing */
   index->loose_count = 0;
-}
-
-/* Entries of a chain are freed leaf first: gather neighbours into one run before giving them back. */
-void fx_entry_free(fx_index *index, uint32_t block) {
-  table_remove(index, block);
-  index->nodes[block].parent = FX_UNUSED;
-  index->count--;
-  if (index->loose_count && block == index->loose_start + index->loose_count) {
-    index->loose_count++;
-    return;
-  }
-  if (index->loose_count && block + 1 != index->loose_start) fx_give_loose(index);
-  index->loose_start = block;
-  index->loose_count++;
 }
 
 void fx_prune(fx_index *index, uint32_t block, uint32_t next) {
@@ -341,6 +326,20 @@ int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32
     if (node->pins || index->masks[blocks[i]].landing || node->children != children) break;
   }
   return found;
+}
+
+int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
+                         uint32_t *found, uint32_t limit) {
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    if (blocks[i] != FX_NONE && !fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    for (uint32_t block = blocks[i]; block != FX_NONE && count < limit; block = index->nodes[block].parent) {
+      fx_mask mask = index->masks[block];
+      if (!(mask.ready >> tier & 1) || ((mask.ready | mask.landing) >> lower & 1)) break;
+      found[count++] = block;
+    }
+  }
+  return count;
 }
 
 /* ---- pins ---- */

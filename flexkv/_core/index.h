@@ -55,6 +55,11 @@ uint32_t fx_index_all(const fx_index *index, uint32_t tier, uint32_t *blocks);
 /* How many of the last blocks of a chain nothing else uses: not pinned, LANDING nowhere, no other child. */
 int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32_t n);
 
+/* `blocks` (0xFFFFFFFF is none) and their ancestors, upwards to the first that is not READY in `tier` or is not ABSENT
+ * in `lower`; at most `limit`, oftener than once where paths join. Returns how many. */
+int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
+                         uint32_t *found, uint32_t limit);
+
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n);
 int fx_index_unpin(fx_index *index, const uint32_t *blocks, uint32_t n); /* prunes what has nothing left */
 

@@ -147,6 +147,21 @@ void fx_entry_add(fx_index *index, uint32_t block, fx_key key, uint32_t parent);
 void fx_occupy(fx_index *index, uint32_t tier, uint32_t block, uint32_t slot); /* ABSENT -> LANDING */
 /* Free the block if it is empty, and then its ancestors up to (not including) `next`, whose turn comes anyway. */
 void fx_prune(fx_index *index, uint32_t block, uint32_t next);
-void fx_entry_free(fx_index *index, uint32_t block);
+void fx_table_remove(fx_index *index, uint32_t block);
 void fx_give_loose(fx_index *index);
+
+/* Entries of a chain are freed leaf first: gather neighbours into one run before giving them back. */
+static inline void fx_entry_free(fx_index *index, uint32_t block) {
+  fx_node *node = &index->nodes[block];
+  if (!fx_follows(block, node->parent)) fx_table_remove(index, block);
+  node->parent = FX_UNUSED;
+  index->count--;
+  if (block + 1 == index->loose_start) { /* downwards */
+    index->loose_start--;
+  } else if (block != index->loose_start + index->loose_count) { /* nor upwards */
+    fx_give_loose(index);
+    index->loose_start = block;
+  }
+  index->loose_count++;
+}
 #endif

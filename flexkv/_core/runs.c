@@ -1,8 +1,11 @@
 /* The run allocator: boundary tags, size bins, a bitmap that knows what is out. */
+#define _GNU_SOURCE
 #include "runs.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include "pages.h"
 
 #define NONE 0xFFFFFFFFu
 #define BINS 128 /* four per power of two */
@@ -18,6 +21,7 @@ struct fx_runs {
   uint32_t capacity, free;
   uint64_t *out; /* bitmap: 1 = taken */
   run_tag *tag;
+  size_t tag_bytes;
   uint64_t filled[BINS / 64]; /* bins that hold a run */
   uint32_t bin[BINS];
 };
@@ -92,7 +96,8 @@ fx_runs *fx_runs_open(uint32_t capacity) {
   if (!runs) return NULL;
   runs->capacity = runs->free = capacity;
   runs->out = calloc((count + 63) / 64, sizeof *runs->out);
-  runs->tag = calloc(count, sizeof *runs->tag);
+  runs->tag_bytes = count * sizeof *runs->tag;
+  runs->tag = fx_pages_map(runs->tag_bytes);
   if (!runs->out || !runs->tag) {
     fx_runs_close(runs);
     return NULL;
@@ -105,7 +110,7 @@ fx_runs *fx_runs_open(uint32_t capacity) {
 void fx_runs_close(fx_runs *runs) {
   if (!runs) return;
   free(runs->out);
-  free(runs->tag);
+  fx_pages_unmap(runs->tag, runs->tag_bytes);
   free(runs);
 }
 

@@ -69,7 +69,8 @@ def checked_ids(ids: Any, limit: int, what: str) -> SlotIds:
             f"{what}s must be integers of shape [blocks], got {array.dtype}{array.shape}"
         )
     if array.size:
-        low, high = int(array.min()), int(array.max())
+        low = 0 if array.dtype.kind == "u" else int(array.min())
+        high = int(array.max())
         if low < 0 or high >= limit:
             wrong = low if low < 0 else high
             hint = " (NO_SLOT)" if wrong == NO_SLOT else ""

@@ -1,4 +1,5 @@
-"""`flexkv demo`: one document, several users, three ways; the work is in flexkv.integration.transformers.demo.
+"""`flexkv demo`: one document, several users, three ways; the work is in
+flexkv.integration.transformers.demo.
 
 `demo` (the command) - `table` (a report for people).
 """
@@ -66,7 +67,8 @@ def demo(
         help="Converted weights are kept in its folder 'flexkv'.",
     ),
 ) -> None:
-    """Answer questions over one long document: without a cache, from host memory, and from SSD after a SIGKILL.
+    """Answer questions over one long document: without a cache, from host memory, and from SSD
+    after a SIGKILL.
 
     Example: flexkv demo --out /tmp/demo
     """
@@ -136,12 +138,15 @@ class _Watcher:
             text = " ".join(event["text"].split())
             self.progress.console.print(
                 f"[dim]{event['way']:>4}  {event['who']:<7}[/dim] {event['ttft_ms']:8.0f} ms  "
-                f"{event.get('restored_tokens', 0):>5} tokens restored  [dim]{escape(text[:40])}[/dim]",
+                f"{event.get('restored_tokens', 0):>5} tokens restored  "
+                f"[dim]{escape(text[:40])}[/dim]",
                 highlight=False,
                 soft_wrap=True,
             )
         elif kind == "killed" and event["life"] == "first":
-            self.progress.console.print("[bold]SIGKILL[/bold] in the middle of a write; starting again")
+            self.progress.console.print(
+                "[bold]SIGKILL[/bold] in the middle of a write; starting again"
+            )
 
 
 def table(report: dict[str, Any]) -> Table:

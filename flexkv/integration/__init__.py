@@ -1,1 +1,1 @@
-"""Bridges to inference engines. The paths below are imported by the engines themselves: keep them."""
+"""Bridges to inference engines. Engines import the paths below themselves: keep them."""

@@ -24,7 +24,7 @@ from flexkv.backends.disk.records import Crew, RecordFiles, make_rows
 from flexkv.backends.disk.recovery import Report, Store, open_patiently
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.errors import ClosedError, ConfigError, InputError
-from flexkv.model import PAGE_BYTES, IOStatus, SlotIds, Statuses
+from flexkv.model import PAGE_BYTES, BoolArray, IOStatus, SlotIds, Statuses
 from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Recovered, Services
 from flexkv.telemetry import log
 
@@ -167,7 +167,8 @@ class DiskBackend:
     async def discard(self, batch: BlockIO) -> Statuses:
         """Forget the blocks: LANDED, MISSING (the slot does not hold this key), or FAILED.
 
-        A key of zeros stands for whatever the slot holds. FAILED: the block is not readable any more, but may be found again after a restart.
+        A key of zeros stands for whatever the slot holds. FAILED: the block is not readable any
+        more, but may be found again after a restart.
         """
         slots = self._enter(batch)
         try:
@@ -176,8 +177,7 @@ class DiskBackend:
             statuses = np.where(held, IOStatus.LANDED, IOStatus.MISSING).astype(np.uint8)
             gone = np.unique(slots[held])
             if len(gone):
-                self._table.forget(gone)
-                failed = gone[await self.records.clear(gone) != 0]
+                failed = gone[~await self._clear(gone)]
                 statuses[held & np.isin(slots, failed)] = IOStatus.FAILED
             return statuses
         finally:
@@ -213,17 +213,7 @@ class DiskBackend:
             capacity_blocks=self.capacity_blocks,
             recovered_blocks=report.recovered,
         )
-        if report.cleared:
-            log.warning("disk.cleared", reason=report.cleared, set_aside=report.set_aside)
-        dropped = report.damaged_records + report.cut_off + report.duplicates
-        if dropped or report.remade:
-            log.warning(
-                "disk.mended",
-                damaged_records=report.damaged_records,
-                cut_off_blocks=report.cut_off,
-                duplicate_blocks=report.duplicates,
-                remade_directories=report.remade,
-            )
+        report.warn()
 
     # --- one batch
 
@@ -285,9 +275,7 @@ class DiskBackend:
             statuses[damaged] = IOStatus.DAMAGED
             self.damaged_blocks += len(damaged)
             same = self._table.sequences[slots[damaged]] == sequences[damaged]
-            lost = slots[damaged][same]
-            self._table.forget(lost)
-            await self.records.clear(lost)
+            await self._clear(slots[damaged][same])
         return statuses
 
     async def _write(self, batch: BlockIO, part: Positions) -> Statuses:
@@ -313,9 +301,10 @@ class DiskBackend:
         rows = make_rows(batch, part, sums, self._geometry.block_bytes)[landed]
         rows["sequence"] = self._table.take_sequences(len(rows))
         slots = slots[landed]
+        self._table.doubt(slots)
         written = await self.records.write(slots, rows) == 0
         if not written.all():
-            await self.records.clear(slots[~written])
+            await self._clear(slots[~written])
         self._table.commit(
             slots[written],
             rows["key"][written],
@@ -326,18 +315,21 @@ class DiskBackend:
         statuses[done] = IOStatus.LANDED
         return statuses
 
-    async def _clear_old(self, slots: SlotIds) -> NDArray[np.bool_]:
-        """Forget what `slots` hold, before any of their bytes changes; which of them may be
-        written.
-        """
-        filled = self._table.filled(slots)
-        if not filled.any():
-            return ~filled
-        old = slots[filled]
-        self._table.forget(old)
-        ready = ~filled
-        ready[filled] = await self.records.clear(old) == 0
+    async def _clear_old(self, slots: SlotIds) -> BoolArray:
+        """Forget what `slots` hold before their bytes change; which of them may be written."""
+        old = self._table.must_clear(slots)
+        ready = ~old
+        if old.any():
+            ready[old] = await self._clear(slots[old])
         return ready
+
+    async def _clear(self, slots: SlotIds) -> BoolArray:
+        """Forget what `slots` hold, also on disk; for which of them that worked."""
+        self._table.forget(slots)
+        self._table.doubt(slots)
+        cleared = np.equal(await self.records.clear(slots), 0)
+        self._table.trust(slots[cleared])
+        return cleared
 
 
 def _pick(batch: BlockIO, part: Positions) -> tuple[SlotIds, SlotIds]:
@@ -347,5 +339,8 @@ def _pick(batch: BlockIO, part: Positions) -> tuple[SlotIds, SlotIds]:
 
 def _close(store: Store) -> None:
     for directory in store.directories:
-        directory.sync()
+        try:
+            directory.sync()
+        except OSError as error:  # what did not get there fails its checksum when it is read
+            log.warning("disk.sync_failed", directory=str(directory.path), error=str(error))
     store.release()

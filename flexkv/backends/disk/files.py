@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -197,7 +198,8 @@ class Directory:
             raise DirectoryBusyError(self.path, self.owner()) from error
 
     def _name_owner(self, text: str) -> None:
-        (self.path / OWNER_NAME).write_text(text)
+        with suppress(OSError):  # for messages only: a full device must not keep us out
+            (self.path / OWNER_NAME).write_text(text)
 
     def _reserve(self, fd: int, name: str, size: int) -> None:
         before = os.fstat(fd)

@@ -24,6 +24,7 @@ from flexkv.backends.disk.table import SlotTable
 from flexkv.errors import FormatError
 from flexkv.model import BoolArray, Identity
 from flexkv.protocols import Recovered
+from flexkv.telemetry import log
 
 _LOCK_RETRY_S = 0.05
 
@@ -39,6 +40,19 @@ class Report:
     remade: list[str] = field(default_factory=list)  # directories that were lost
     cleared: str = ""  # why the store was emptied
     set_aside: list[str] = field(default_factory=list)  # foreign files, renamed
+
+    def warn(self) -> None:
+        """Log what was lost, if anything."""
+        if self.cleared:
+            log.warning("disk.cleared", reason=self.cleared, set_aside=self.set_aside)
+        if self.damaged_records or self.cut_off or self.duplicates or self.remade:
+            log.warning(
+                "disk.mended",
+                damaged_records=self.damaged_records,
+                cut_off_blocks=self.cut_off,
+                duplicate_blocks=self.duplicates,
+                remade_directories=self.remade,
+            )
 
 
 @dataclass(slots=True)
@@ -221,9 +235,10 @@ class _Opening:
             directory.write_superblock(self._superblock(set_id, index))
             records = directory.read_records(self.geometry.local_slots(index))
             good, dropped[index] = self._sort_out(index, records, data_bytes[index])
-            kept.append(records[good])
+            kept.append(records if len(good) == len(records) else records[good])
             slots.append(good * self.geometry.directories + index)
-        rows, places = np.concatenate(kept), np.concatenate(slots)
+        rows = kept[0] if len(kept) == 1 else np.concatenate(kept)
+        places = np.concatenate(slots)
         newest = _newest(rows)
         self.report.duplicates = len(rows) - int(np.count_nonzero(newest))
         stale = places[~newest]

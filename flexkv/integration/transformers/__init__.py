@@ -1,8 +1,9 @@
 """Prefix reuse for Hugging Face transformers: see docs/quickstart.md for a complete server.
 
-`PrefixReuse` (restore, store, generate) - `config_for`, `kv_spec` (settings from a model) - `load_model` (local
-weights) - `use_grouped_attention` (faster questions behind long prefixes on CPUs). Names load on first use: the
-demo's parent process needs none of them, and torch takes seconds.
+`PrefixReuse` (restore, store, generate) - `config_for`, `kv_spec` (settings from a model) -
+`load_model` (local weights) - `use_grouped_attention` (faster questions behind long prefixes on
+CPUs). Names load on first use: the demo's parent process needs none of them, and torch takes
+seconds.
 """
 
 from importlib import import_module

@@ -1,7 +1,8 @@
 """The demo, seen from the parent: start the engine, listen, kill it, start it again, judge.
 
 `run_demo` (options -> report) - `Options` - `DemoError` (the engine died or hung). The engine is
-`flexkv.integration.transformers.demo_worker`, a process of its own, because it is killed with SIGKILL.
+`flexkv.integration.transformers.demo_worker`, a process of its own, because it is killed with
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class DemoError(FlexKVError):
 class Options:
     """What to run and where.
 
-    `model` is a directory (None: SmolLM2-135M-Instruct), `out_dir` takes the log, the report, the chart and, while
-    the demo runs, the disk tier; `silence_s` is how long the engine may say nothing. Lengths are in tokens.
+    `model` is a directory (None: SmolLM2-135M-Instruct), `out_dir` takes the log, the report, the
+    chart and, while the demo runs, the disk tier; `silence_s` is how long the engine may say
+    nothing. Lengths are in tokens.
     """
 
     out_dir: Path
@@ -87,7 +89,9 @@ async def run_demo(options: Options, listen: Callable[[Event], None]) -> dict[st
 async def _live(
     options: Options, settings: Settings, life: str, last: str, hear: Callable[[Event], None]
 ) -> None:
-    """Start the engine, hear it until it says `last`, and end it with SIGKILL, whatever it is doing."""
+    """Start the engine, hear it until it says `last`, and end it with SIGKILL, whatever it is
+    doing.
+    """
     command = [sys.executable, "-m", WORKER, life, json.dumps(asdict(settings))]
     log = options.out_dir / f"demo-engine-{life}.log"
     with log.open("wb") as stderr:

@@ -22,11 +22,12 @@ TITLES = {"cold": "no cache", "host": "host hit", "ssd": "killed, SSD hit"}
 def build_report(events: Sequence[Event]) -> dict[str, Any]:
     """Sum up a run.
 
-    Times are medians over the users' questions, in milliseconds; the chat's turns are summed up apart, because
-    their prompts are shorter. `problems` lists what keeps the run from being good.
+    Times are medians over the users' questions, in milliseconds; the chat's turns are summed up
+    apart, because their prompts are shorter. `problems` lists what keeps the run from being good.
     """
     answers = [event for event in events if event["event"] == "answer"]
-    questions, chat = defaultdict(list), defaultdict(list)
+    questions: dict[str, list[Event]] = defaultdict(list)
+    chat: dict[str, list[Event]] = defaultdict(list)
     for answer in answers:
         (questions if answer["who"].startswith("user") else chat)[answer["way"]].append(answer)
     problems = _problems(answers, questions)
@@ -92,7 +93,7 @@ def _summary(answers: Sequence[Event]) -> dict[str, Any]:
 
 
 def _problems(answers: Sequence[Event], questions: dict[str, list[Event]]) -> list[str]:
-    """Everything that must hold: same tokens in all ways, and each way restored from where it says."""
+    """What did not hold: same tokens in all ways, each way restored from where it says."""
     problems = []
     expected = {answer["who"]: answer["tokens"] for answer in answers if answer["way"] == "cold"}
     for way in WAYS[1:]:
@@ -107,7 +108,8 @@ def _problems(answers: Sequence[Event], questions: dict[str, list[Event]]) -> li
             restored = answer["restored_by_tier"].get(tier, 0)
             if restored != answer["restored_tokens"] or restored * 10 < answer["prompt_tokens"] * 9:
                 problems.append(
-                    f"{answer['who']}: {restored} of {answer['prompt_tokens']} tokens came from {tier}, not (nearly) all"
+                    f"{answer['who']}: only {restored} of {answer['prompt_tokens']} tokens "
+                    f"came from {tier}"
                 )
     return problems
 
@@ -144,16 +146,24 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     left.set_xticks(range(3), [TITLES[way] for way in WAYS])
     left.set_ylabel("time to first token, ms (log)")
     tokens = report["settings"]["document_tokens"]
-    left.set_title(f"{len(report['ways']['cold']['ttft_ms_each'])} users, one document of {tokens:,} tokens")
+    left.set_title(
+        f"{len(report['ways']['cold']['ttft_ms_each'])} users, one document of {tokens:,} tokens"
+    )
     for place, way in enumerate(WAYS[1:]):
         row = report["ways"][way]
         moved, whole = row["exposed_ms"], row["ttft_ms"]
         right.barh(place, moved, color=colours[way], label="restoring KV" if place == 0 else None)
         right.barh(
-            place, whole - moved, left=moved, color="#dfe5ea", label="computing the rest" if place == 0 else None
+            place,
+            whole - moved,
+            left=moved,
+            color="#dfe5ea",
+            label="computing the rest" if place == 0 else None,
         )
         right.annotate(f"{moved:.0f}", (moved / 2, place), ha="center", va="center", color="white")
-        right.annotate(f"{whole - moved:.0f}", ((whole + moved) / 2, place), ha="center", va="center")
+        right.annotate(
+            f"{whole - moved:.0f}", ((whole + moved) / 2, place), ha="center", va="center"
+        )
     right.set_yticks(range(2), [TITLES[way] for way in WAYS[1:]])
     right.set_xlabel("ms")
     right.set_title("where the time to first token goes")

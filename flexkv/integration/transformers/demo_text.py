@@ -1,6 +1,8 @@
-"""What the demo's users talk about: a long shared document, their questions, and a chat. The same on every run.
+"""What the demo's users talk about: a long shared document, their questions, and a chat. The same
+on every run.
 
-`Settings` (what both lives of the engine agree on) - `document` (the handbook with its log) - `Prompts` (token ids: shared prefix, questions, chat turns, for any model).
+`Settings` (what both lives of the engine agree on) - `document` (the handbook with its log) -
+`Prompts` (token ids: shared prefix, questions, chat turns, for any model).
 """
 
 from __future__ import annotations
@@ -25,8 +27,21 @@ CHAT = (
     "Thank you. When does the boat come?",
 )
 _WIND = ("north", "north-east", "east", "south-east", "south", "south-west", "west", "north-west")
-_SEA = ("calm", "a long swell from the west", "short and steep", "white at the Carrick Stone", "heavy at the landing")
-_SKY = ("clear", "high cloud", "showers", "drizzle until noon", "low cloud on the hills", "haze in the east")
+_SEA = (
+    "calm",
+    "a long swell from the west",
+    "short and steep",
+    "white at the Carrick Stone",
+    "heavy at the landing",
+)
+_SKY = (
+    "clear",
+    "high cloud",
+    "showers",
+    "drizzle until noon",
+    "low cloud on the hills",
+    "haze in the east",
+)
 _WORK = (
     "Wiped the prisms and oiled the curtain rings",
     "Tightened the strap on Martha",
@@ -64,12 +79,16 @@ def document(days: int = 140) -> str:
 
 
 def _entry(day: int) -> str:
-    """One day of the log; strides that share no factor with the tables' lengths keep entries apart."""
-    force, pressure = 1 + (day * 7 + day // 5) % 9, 984 + (day * 13 + day // 3) % 44
+    """One day of the log; strides without a factor of the tables' lengths keep entries apart."""
+    wind, force = _WIND[(day * 3 + day // 7) % 8], 1 + (day * 7 + day // 5) % 9
+    pressure = 984 + (day * 13 + day // 3) % 44
+    sky, sea = _SKY[(day * 5 + day // 11) % 6], _SEA[(day * 2 + day // 9) % 5]
+    work, seen = _WORK[(day * 4 + day // 4) % 9], _SEEN[(day * 3 + day // 6) % 7]
+    aside = _ASIDE[(day * 2 + day // 13) % 5]
     return (
-        f"{1 + day % 28} {_MONTHS[day // 28 % len(_MONTHS)]}. Wind {_WIND[(day * 3 + day // 7) % 8]}, force {force}; "
-        f"barometer {pressure}; sky: {_SKY[(day * 5 + day // 11) % 6]}; sea: {_SEA[(day * 2 + day // 9) % 5]}. "
-        f"{_WORK[(day * 4 + day // 4) % 9]}. Seen: {_SEEN[(day * 3 + day // 6) % 7]}. {_ASIDE[(day * 2 + day // 13) % 5]}"
+        f"{1 + day % 28} {_MONTHS[day // 28 % len(_MONTHS)]}. "
+        f"Wind {wind}, force {force}; barometer {pressure}; sky: {sky}; sea: {sea}. "
+        f"{work}. Seen: {seen}. {aside}"
     )
 
 
@@ -90,9 +109,10 @@ class Prompts:
     """Token ids of everything that is asked.
 
     Args:
-        tokenizer: of the model; its chat template is used if it has one that knows a system message.
-        document_tokens: length of the shared prefix in tokens, rounded down to whole blocks. The document is cut
-            there, as a server that means to share it would pad it.
+        tokenizer: of the model; its chat template is used if it has one that knows a system
+            message.
+        document_tokens: length of the shared prefix in tokens, rounded down to whole blocks. The
+            document is cut there, as a server that means to share it would pad it.
         chat_tokens: length of the chat's own system prompt (an excerpt), likewise.
     """
 
@@ -116,7 +136,9 @@ class Prompts:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _frame(self) -> tuple[str, str, str]:
-        """What stands before the system message, between it and a question, and between a question and its answer."""
+        """What stands before the system message, between it and a question, and between a question
+        and its answer.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             return "", "\n\nQuestion: ", "\nAnswer:"
         messages = [
@@ -131,12 +153,13 @@ class Prompts:
         return before, middle, after
 
     def _prefix(self, instruction: str, length: int) -> list[int]:
-        """Exactly `length` tokens: the frame, the instruction and as much of the document as fits."""
+        """Exactly `length` tokens: frame, instruction and as much of the document as fits."""
         head = self._before + self.encode(instruction)
         room = length - len(head) - len(self._middle)
         if not 0 < room <= len(self._body):
             raise ConfigError(
-                f"a shared prefix of {length} tokens cannot be made of {len(self._body)} tokens of text"
+                f"a shared prefix of {length} tokens cannot be made of {len(self._body)} "
+                "tokens of text"
             )
         return head + self._body[:room] + self._middle
 
@@ -145,9 +168,11 @@ class Prompts:
         return self.shared + self.encode(text) + self._after
 
     def chat(self, answers: Sequence[Sequence[int]]) -> list[int]:
-        """The prompt of the chat's turn number len(answers): everything said before, then the next question.
+        """The prompt of the chat's turn number len(answers): everything said before, then the next
+        question.
 
-        Between an answer and the next question stands what the template puts between system message and question.
+        Between an answer and the next question stands what the template puts between system message
+        and question.
         """
         tokens = self.excerpt + self.encode(CHAT[0]) + self._after
         for answer, question in zip(answers, CHAT[1:], strict=False):

@@ -1,8 +1,9 @@
-"""The demo's engine process: answers over one document, says what it did as JSON lines on stdout, expects SIGKILL.
+"""The demo's engine process: answers over one document, says what it did as JSON lines on stdout,
+expects SIGKILL.
 
-`first` (no cache, then fill, then host hits, then a write that never ends well) - `second` (a new process on the same
-directory: SSD hits). Run as `python -m flexkv.integration.transformers.demo_worker LIFE SETTINGS`, SETTINGS being
-the JSON of `Settings`.
+`first` (no cache, then fill, then host hits, then a write that never ends well) - `second` (a new
+process on the same directory: SSD hits). Run as `python -m
+flexkv.integration.transformers.demo_worker LIFE SETTINGS`, SETTINGS being the JSON of `Settings`.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from flexkv.integration.transformers.reuse import (
 from flexkv.integration.transformers.weights import load_model
 from flexkv.manager import KVManager
 
-
 _events: TextIO | None = None
 
 
 def keep_stdout_for_events() -> TextIO:
-    """Give stdout to `say` alone; what anything else prints there goes to stderr, that is, into the log."""
+    """Give stdout to `say` alone; what anything else prints there goes to stderr, that is, into the
+    log.
+    """
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return events
@@ -117,13 +119,21 @@ class Engine:
     async def cold(self, who: str, prompt: Sequence[int]) -> list[int]:
         """Answer without flexkv, the plain transformers way, and say so."""
         tokens, ttft_ms = await to_thread.run_sync(self._cold, prompt)
-        say("answer", way="cold", who=who, prompt_tokens=len(prompt), ttft_ms=ttft_ms, **self.shown(tokens))
+        say(
+            "answer",
+            way="cold",
+            who=who,
+            prompt_tokens=len(prompt),
+            ttft_ms=ttft_ms,
+            **self.shown(tokens),
+        )
         return tokens
 
     def _cold(self, prompt: Sequence[int]) -> tuple[list[int], float]:
         started = time.monotonic()
         cache = DynamicCache(config=self.model.config)
-        token, tokens = run_model(self.model, prompt, cache), []
+        tokens: list[int] = []
+        token = run_model(self.model, prompt, cache)
         ttft_ms = (time.monotonic() - started) * 1e3
         while token not in self.stop and len(tokens) < self.settings.answer_tokens:
             tokens.append(token)
@@ -191,7 +201,8 @@ async def first(engine: Engine) -> None:
             answers.append(await engine.ask(reuse, "host", f"chat {turn + 1}", prompt))
         await reuse.kv.flush()
         say("durable", usage=reuse.kv.usage())
-        # The same bytes under another namespace: a long write, without 10 s of computing, to be killed in.
+        # The same bytes under another namespace: a long write, without 10 s of computing, to be
+        # killed in.
         with await reuse.restore(prompts.question(FIRST_QUESTION)) as restored:
             await reuse.store(prompts.shared, restored.cache, namespace=("unfinished",))
             say("writing", blocks=len(prompts.shared) // engine.settings.tokens_per_block)
@@ -199,7 +210,7 @@ async def first(engine: Engine) -> None:
 
 
 async def second(engine: Engine) -> None:
-    """SSD hits: host memory is empty before every question, because flexkv is opened anew for each."""
+    """SSD hits: flexkv is opened anew for every question, so that host memory is empty."""
     prompts, config = engine.prompts, engine.config()
     async with engine.open(config) as reuse:
         plan = reuse.kv.get_match(prompts.shared, namespace=("unfinished",))
@@ -214,9 +225,7 @@ async def second(engine: Engine) -> None:
     for turn in range(len(CHAT)):
         async with engine.open(config) as reuse:
             prompt = prompts.chat(answers)
-            answers.append(
-                await engine.ask(reuse, "ssd", f"chat {turn + 1}", prompt, store=False)
-            )
+            answers.append(await engine.ask(reuse, "ssd", f"chat {turn + 1}", prompt, store=False))
     say("done")
 
 

@@ -1,14 +1,14 @@
 """One forward pass of a transformers model, whatever its version calls things.
 
-`run_model` (tokens behind a cache -> the greedy next token) - `use_grouped_attention` (do not repeat K and V heads
-when a few new tokens meet a long restored prefix).
+`run_model` (tokens behind a cache -> the greedy next token) - `use_grouped_attention` (do not
+repeat K and V heads when a few new tokens meet a long restored prefix).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,18 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 GROUPED = "flexkv_grouped_sdpa"
 
 
-@functools.cache
-def _arguments(model_class: type[PreTrainedModel]) -> tuple[str, bool]:
-    """What the class calls the cache, and whether it can leave out the logits of all but the last token."""
-    known = inspect.signature(model_class.forward).parameters
+@functools.lru_cache(maxsize=16)
+def _arguments(forward: Callable[..., Any]) -> tuple[str, bool]:
+    """What the class calls the cache, and whether it can leave out the logits of all but the last
+    token.
+    """
+    known = inspect.signature(forward).parameters
     return ("cache" if "cache" in known else "past_key_values"), "logits_to_keep" in known
 
 
 def run_model(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> int:
-    """Compute `tokens` behind what `cache` holds, add them to it, and return the greedy next token."""
-    cache_name, keeps = _arguments(type(model))
+    """Compute `tokens` behind what `cache` holds, add them, return the greedy next token."""
+    cache_name, keeps = _arguments(type(model).forward)
     arguments: dict[str, Any] = {cache_name: cache, "use_cache": True}
     if keeps:
         arguments["logits_to_keep"] = 1
@@ -56,17 +58,25 @@ def _grouped_sdpa(
         )
         return output
     attended = scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=True,
     )
     return attended.transpose(1, 2).contiguous(), None
 
 
 def use_grouped_attention(model: PreTrainedModel) -> bool:
-    """Let a CPU model with grouped heads attend without copying K and V once per query head; say if it applies.
+    """Let a CPU model with grouped heads attend without copying K and V once per query head; say if
+    it applies.
 
-    transformers repeats K and V whenever there is a mask, which is so for every question behind a restored prefix:
-    with 3,072 tokens of SmolLM2-135M and 24 new ones 39 of 54 ms of attention are that copy. The kernel and its
-    results are the same (torch's CPU flash attention, bit for bit). Only models on `sdpa` are changed.
+    transformers repeats K and V whenever there is a mask, which is so for every question behind a
+    restored prefix: with 3,072 tokens of SmolLM2-135M and 24 new ones 39 of 54 ms of attention are
+    that copy. The kernel and its results are the same (torch's CPU flash attention, bit for bit).
+    Only models on `sdpa` are changed.
     """
     # transformers has no public getter for the implementation in use.
     if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":

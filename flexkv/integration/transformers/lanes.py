@@ -1,13 +1,15 @@
 """Lanes: the KV memory of a transformers model, laid out so that flexkv restores in place.
 
-`kv_spec` (what a block of this model holds) - `Lanes.acquire`, `Lane.release` (one lane per request) - `LaneCache`
-(the lane as a transformers Cache).
+`kv_spec` (what a block of this model holds) - `Lanes.acquire`, `Lane.release` (one lane per
+request) - `LaneCache` (the lane as a transformers Cache).
 
-Layout: one tensor [part, head, lane x block, token, element] per layer. A lane's blocks follow each other, so its
-first n tokens are one strided view [1, head, n, element], exactly what attention reads: a restored block needs no
-second copy, a new token is written behind the last one, and nothing is concatenated while decoding. A block moves
-in segments of tokens_per_block x element (4 KiB for 16 tokens of 64 fp32). Measured on SmolLM2-135M with 3,072
-tokens (2 cores): one decode step takes 42 ms on a lane, 50 ms on a DynamicCache, which copies the whole cache.
+Layout: one tensor [part, head, lane x block, token, element] per layer. A lane's blocks follow each
+    other, so its
+first n tokens are one strided view [1, head, n, element], exactly what attention reads: a restored
+block needs no second copy, a new token is written behind the last one, and nothing is concatenated
+while decoding. A block moves in segments of tokens_per_block x element (4 KiB for 16 tokens of 64
+fp32). Measured on SmolLM2-135M with 3,072 tokens (2 cores): one decode step takes 42 ms on a lane,
+50 ms on a DynamicCache, which copies the whole cache.
 """
 
 from __future__ import annotations
@@ -34,22 +36,28 @@ from flexkv.transfer import Transfer
 def kv_spec(model: PreTrainedModel, *, tokens_per_block: int = 16) -> KVSpec:
     """Return what one block of this model's KV cache holds.
 
-    Runs the model on one token and reads heads, head size and dtype from what it really caches, so grouped heads,
-    computed head sizes and layers that differ need no table of architectures.
+    Runs the model on one token and reads heads, head size and dtype from what it really caches, so
+    grouped heads, computed head sizes and layers that differ need no table of architectures.
 
     Raises:
-        ConfigError: some layer keeps something else than all its keys and values (sliding window, linear
-            attention, shared layers, keys and values of different sizes).
+        ConfigError: some layer keeps something else than all its keys and values (sliding window,
+            linear attention, shared layers, keys and values of different sizes).
     """
     cache = DynamicCache(config=model.config)
     run_model(model, [0], cache)
     groups: dict[tuple[int, int, str], list[int]] = defaultdict(list)
     for number, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if type(layer) is not DynamicLayer or keys is None or keys.shape != values.shape:
+        if (
+            type(layer) is not DynamicLayer
+            or keys is None
+            or values is None
+            or keys.shape != values.shape
+        ):
             raise ConfigError(
-                f"layer {number} of {type(model).__name__} caches as {type(layer).__name__}; only layers that keep "
-                "all keys and values, of equal shape, can be restored by prefix"
+                f"layer {number} of {type(model).__name__} caches as "
+                f"{type(layer).__name__}; only layers that keep all keys "
+                "and values, of equal shape, can be restored by prefix"
             )
         _, heads, _, head_size = keys.shape
         groups[heads, head_size, str(keys.dtype)].append(number)
@@ -61,7 +69,9 @@ def kv_spec(model: PreTrainedModel, *, tokens_per_block: int = 16) -> KVSpec:
 
 
 class LaneLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of a lane: `keys` and `values` are views [1, heads, tokens, head_size] that grow in place."""
+    """One layer of a lane: `keys` and `values` are views [1, heads, tokens, head_size] that grow in
+    place.
+    """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         super().__init__()
@@ -85,8 +95,8 @@ class LaneLayer(DynamicLayer):  # type: ignore[misc]
         end = start + key_states.shape[-2]
         if key_states.shape[0] != 1 or end > self.room[0].shape[-2]:
             raise InputError(
-                f"a lane holds one sequence of {self.room[0].shape[-2]} tokens, not {key_states.shape[0]} of {end}; "
-                "raise max_tokens"
+                f"a lane holds one sequence of {self.room[0].shape[-2]} tokens, not "
+                f"{key_states.shape[0]} of {end}; raise max_tokens"
             )
         for room, states in zip(self.room, (key_states, value_states), strict=True):
             room[:, :, start:end] = states
@@ -109,18 +119,23 @@ class LaneCache(Cache):  # type: ignore[misc]
 class Lane:
     """Room for one request's tokens, with the device slots that flexkv knows them by.
 
-    `slots[i]` is the slot of token i. `lock` is held by the thread that computes in the lane; `owner` changes with
-    every request, so a step that starts late finds that it came too late. `transfers` may still touch the memory.
+    `slots[i]` is the slot of token i. `lock` is held by the thread that computes in the lane;
+    `owner` changes with every request, so a step that starts late finds that it came too late.
+    `transfers` may still touch the memory.
     """
 
-    def __init__(self, rooms: list[tuple[torch.Tensor, torch.Tensor]], slots: NDArray[np.int64]) -> None:
+    def __init__(
+        self, rooms: list[tuple[torch.Tensor, torch.Tensor]], slots: NDArray[np.int64]
+    ) -> None:
         self.rooms, self.slots = rooms, slots
         self.lock = threading.Lock()
         self.owner: object = None
         self.transfers: list[Transfer] = []
 
     async def settled(self) -> None:
-        """Wait until neither a transfer nor a step of the last request can touch the memory any more."""
+        """Wait until neither a transfer nor a step of the last request can touch the memory any
+        more.
+        """
         while self.transfers:
             await self.transfers[-1].quiesced()
             self.transfers.pop()
@@ -133,10 +148,11 @@ class Lane:
 
 
 class Lanes:
-    """The engine-side KV memory: `requests` lanes of `max_tokens` tokens, registered with flexkv once.
+    """The engine-side KV memory: `requests` lanes of `max_tokens` tokens, registered with flexkv
+    once.
 
-    `tensors[layer]` has the shape [parts, heads, blocks, tokens_per_block, head_size] (axes "PHBND"). Memory is
-    touched here, once, so that no request pays for page faults.
+    `tensors[layer]` has the shape [parts, heads, blocks, tokens_per_block, head_size] (axes
+    "PHBND"). Memory is touched here, once, so that no request pays for page faults.
     """
 
     axes = "PHBND"
@@ -163,8 +179,8 @@ class Lanes:
         for tensor in self.tensors:
             parts, heads, _, _, head_size = tensor.shape
             mine = tensor[:, :, first : first + self.blocks_per_lane]
-            keys, values = mine.view(parts, heads, self.max_tokens, head_size).split(1)
-            rooms.append((keys, values))
+            room = mine.view(parts, heads, self.max_tokens, head_size)
+            rooms.append((room[0:1], room[1:2]))
         start = number * self.max_tokens
         return Lane(rooms, np.arange(start, start + self.max_tokens, dtype=np.int64))
 
@@ -188,7 +204,9 @@ class Lanes:
 
 
 def fill(lane: Lane, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
-    """Copy the first `tokens` tokens of a cache's layers (keys, values: [1, heads, n, head_size]) into a lane."""
+    """Copy the first `tokens` tokens of a cache's layers (keys, values: [1, heads, n, head_size])
+    into a lane.
+    """
     with torch.inference_mode():
         for room, states in zip(lane.rooms, layers, strict=True):
             for target, source in zip(room, states, strict=True):

@@ -1,8 +1,9 @@
 """PrefixReuse: any Hugging Face causal LM gets its prompt prefixes back from flexkv.
 
-`config_for` (settings that name the model) - `PrefixReuse.restore` (tokens -> a cache that holds their known
-prefix) - `PrefixReuse.store` (put what is new) - `PrefixReuse.generate` (both around a greedy decode loop, as a
-stream of tokens). Forward passes run in a worker thread; the event loop never waits for them.
+`config_for` (settings that name the model) - `PrefixReuse.restore` (tokens -> a cache that holds
+their known prefix) - `PrefixReuse.store` (put what is new) - `PrefixReuse.generate` (both around a
+greedy decode loop, as a stream of tokens). Forward passes run in a worker thread; the event loop
+never waits for them.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ Namespace = Sequence[str] | None
 def config_for(
     model: PreTrainedModel, *, tokens_per_block: int = 16, **settings: Any
 ) -> FlexKVConfig:
-    """Return a FlexKVConfig that names this model and its KV shape; `settings` are further settings.
+    """Return a FlexKVConfig that names this model and its KV shape; `settings` are further
+    settings.
 
-    The revision is a fingerprint of the configuration and the weights, so two models never share blocks.
+    The revision is a fingerprint of the configuration and the weights, so two models never share
+    blocks.
 
     Raises:
         ConfigError: the model's cache cannot be restored by prefix, or a setting is wrong.
@@ -43,10 +46,11 @@ def config_for(
 
 
 class Restored:
-    """A request's cache, holding the first `tokens` tokens of its prompt. Use it as a context manager.
+    """A request's cache, holding the first `tokens` tokens of its prompt. Use it as a context
+    manager.
 
-    `cache` goes to the model's forward; `result` says where the bytes came from. On exit the memory is given back,
-    whatever still reads it.
+    `cache` goes to the model's forward; `result` says where the bytes came from. On exit the memory
+    is given back, whatever still reads it.
     """
 
     def __init__(self, reuse: PrefixReuse, cache: LaneCache, result: GetResult) -> None:
@@ -75,6 +79,8 @@ class Restored:
 class PrefixReuse:
     """Prefix reuse for one model through one open KVManager; both must outlive it.
 
+    Make it before you serve: it runs one token through the model and touches all its memory.
+
     Args:
         model: a causal LM in eval mode, whose layers keep all keys and values.
         kv: an entered manager, configured with `config_for(model)` or an equal spec.
@@ -99,7 +105,8 @@ class PrefixReuse:
         kv.register(self.lanes.tensors, axes=self.lanes.axes)
 
     async def restore(self, tokens: Sequence[int], *, namespace: Namespace = None) -> Restored:
-        """Bring back the longest known prefix of a prompt; at least its last token stays to be computed.
+        """Bring back the longest known prefix of a prompt; at least its last token stays to be
+        computed.
 
         Raises:
             InputError: no tokens, or more than `max_tokens`.
@@ -125,10 +132,11 @@ class PrefixReuse:
     async def store(
         self, tokens: Sequence[int], cache: Cache, *, namespace: Namespace = None
     ) -> PutResult:
-        """Put the whole blocks of `tokens` that `cache` holds and flexkv does not; return when they are in host memory.
+        """Put the whole blocks of `tokens` that `cache` holds and flexkv does not; return when they
+        are in host memory.
 
-        `cache` is a Restored's cache, or any transformers cache of this model with one sequence (copied once).
-        Decoding may go on behind the stored tokens meanwhile.
+        `cache` is a Restored's cache, or any transformers cache of this model with one sequence
+        (copied once). Decoding may go on behind the stored tokens meanwhile.
 
         Raises:
             CapacityError: the host tier cannot take them; nothing was stored.
@@ -157,10 +165,12 @@ class PrefixReuse:
         stop: Collection[int] | None = None,
         store: bool = True,
     ) -> Generation:
-        """Answer a prompt greedily: an async iterable of token ids. Nothing runs before it is iterated.
+        """Answer a prompt greedily: an async iterable of token ids. Nothing runs before it is
+        iterated.
 
         Args:
-            stop: token ids that end the answer (not part of it); the model's end-of-sequence ids if None.
+            stop: token ids that end the answer (not part of it); the model's end-of-sequence ids if
+                None.
             store: put the prompt's and the answer's new blocks.
 
         Raises:
@@ -172,7 +182,9 @@ class PrefixReuse:
         )
 
     async def next_token(self, restored: Restored, tokens: Sequence[int]) -> int:
-        """Compute `tokens` behind a restored cache, in a worker thread; return the greedy next token."""
+        """Compute `tokens` behind a restored cache, in a worker thread; return the greedy next
+        token.
+        """
         return int(
             await self._compute(
                 restored.cache, partial(run_model, self.model, tokens, restored.cache)
@@ -206,9 +218,10 @@ class PrefixReuse:
 class Generation:
     """An answer in the making; iterate it once (`async for token in ...`), or await `run()`.
 
-    Filled in on the way: `tokens` (the answer), `restored` (what the prefix brought), `ttft_ms` (from the start of
-    iteration to the first token), `puts` (what was stored; prompt first, then the answer). A put that finds no room
-    or fails costs the answer nothing; it is counted in `failed_puts`.
+    Filled in on the way: `tokens` (the answer), `restored` (what the prefix brought), `ttft_ms`
+    (from the start of iteration to the first token), `puts` (what was stored; prompt first, then
+    the answer). A put that finds no room or fails costs the answer nothing; it is counted in
+    `failed_puts`.
     """
 
     def __init__(

