@@ -71,7 +71,7 @@ class _Answer(Generic[_T]):
         self._value: Any = None
         self._error: BaseException | None = None
 
-    def work_out(
+    async def work_out(
         self, verb: Callable[..., _T], arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         try:
@@ -87,6 +87,13 @@ class _Answer(Generic[_T]):
             raise self._error
         value: _T = self._value
         return value
+
+
+def _start(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+    """Calls run as tasks, because what they start asks which loop it is on. None of them awaits
+    anything, so that a task is over before somebody could drop it.
+    """
+    loop.create_task(work)
 
 
 class BlockingKVManager:
@@ -170,14 +177,20 @@ class BlockingKVManager:
     def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
         """Run a plain call on the loop thread and return what it returns."""
         answer: _Answer[_T] = _Answer()
-        self._running_loop().call_soon_threadsafe(answer.work_out, verb, arguments, keywords)
+        loop = self._running_loop()
+        loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
         return answer.wait()
 
     def post(self, verb: Callable[..., object], *arguments: Any) -> None:
         """Have a plain call made on the loop thread soon, without waiting for it. Calls are made in
-        the order of posting; what one raises goes to the loop's exception handler.
+        the order of posting; what one raises is logged by the loop.
         """
-        self._running_loop().call_soon_threadsafe(verb, *arguments)
+
+        async def make() -> None:
+            verb(*arguments)
+
+        loop = self._running_loop()
+        loop.call_soon_threadsafe(_start, loop, make())
 
     @property
     def manager(self) -> KVManager:

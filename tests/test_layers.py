@@ -66,7 +66,7 @@ MAY_IMPORT = {
 }
 # package -> rooms that may import it
 OUTSIDE = {
-    "asyncio": "completion manager sync testing",
+    "asyncio": "completion manager sync integration testing",
     "anyio": "completion manager sync lanes waiting carriers engine background plans request stack "
     "hosting transfer backends codecs ranks integration testing cli bench",
     "torch": "backends integration testing",

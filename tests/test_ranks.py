@@ -147,8 +147,7 @@ async def test_a_worker_of_another_shape_is_refused(tmp_path: Path) -> None:
     async with manager(path, 1) as (_, server):
         caches = [cache[: BLOCKS // 2] for cache in memory()]
         with agent(path, 0, 1, caches) as worker:
-            while not worker.refused:
-                await anyio.sleep(0)
+            await anyio.to_thread.run_sync(worker.wait_over, 10.0)
             assert "blocks is 16 there and 32 at the manager" in worker.refused
             assert not server.ready
     with pytest.raises(LayoutError):

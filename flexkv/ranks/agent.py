@@ -127,6 +127,12 @@ class RankAgent:
                 self._quiet.wait()
         return failed
 
+    def wait_over(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended, as it does when the manager refuses this worker."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Part from the manager and end the thread. Twice is fine."""
         thread, self._thread = self._thread, None
