@@ -1,9 +1,8 @@
-"""The vLLM suite runs in an environment of its own (`make test-vllm`); elsewhere it is not collected."""
+"""The vLLM suite has an environment of its own (`make test-vllm`); it is skipped elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,11 +14,11 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers."""
     import subprocess
 
     path = tmp_path_factory.mktemp("tiny")
     program = [sys.executable, str(Path(__file__).parent / "models.py"), str(path)]
     subprocess.run(program, check=True, timeout=300)
-    yield path
+    return path

@@ -53,6 +53,22 @@ class Child:
             "cached": [output.num_cached_tokens for output in outputs],
         }
 
+    def clearest(self, prompts: list[list[int]], tokens: int) -> list[int]:
+        """Numbers of the prompts whose greedy answers leave rounding nothing to decide."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        clear = []
+        for number, output in enumerate(self.llm.generate(inputs, sampling, use_tqdm=False)):
+            ranked = [
+                sorted((entry.logprob for entry in choice.values()), reverse=True)
+                for choice in output.outputs[0].logprobs
+            ]
+            if min(first - second for first, second, *_ in ranked) > 1e-4:
+                clear.append(number)
+        return clear
+
     def settle(self) -> bool:
         """Step until nothing is under way and every block is free."""
         if not self.inside:
@@ -80,16 +96,15 @@ class Child:
         telemetry = self.flexkv.kv.manager.telemetry
         return {str(name): value for name, value in telemetry.snapshot().items()}
 
-    def corrupt_host(self) -> int:
-        """Spoil one byte in the middle of every block in host memory; the bytes spoilt."""
+    def overwrite_host(self) -> None:
+        """Put other bytes in the place of every block in host memory."""
 
-        def spoil() -> int:
-            stack = self.flexkv.kv.manager._stack
-            for slot in range(stack.arena.slots):
-                stack.arena.view(slot)[stack.spec.block_bytes // 2] ^= 0xFF
-            return int(stack.arena.slots)
+        def overwrite() -> None:
+            arena = self.flexkv.kv.manager._stack.arena
+            for slot in range(arena.slots):
+                arena.view(slot)[:] = 0
 
-        return int(self.flexkv.kv.call(spoil))
+        self.flexkv.kv.call(overwrite)
 
     def fail_loads(self, share: float) -> None:
         """Let a share of the copies to the device fail from now on, the same ones every time."""
@@ -97,7 +112,8 @@ class Child:
 
         from flexkv.errors import TransferError
 
-        device = self.flexkv.kv.manager._stack.device
+        manager = self.flexkv.kv.manager
+        device = self.flexkv.kv.call(lambda: manager._stack.device)
         copy, dice = type(device).copy, random.Random(1)
 
         async def maybe(batch: Any) -> None:

@@ -67,9 +67,8 @@ class Engine:
         try:
             self._say(self._options)
             assert self._hear() == "ready"
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
@@ -79,13 +78,17 @@ class Engine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None and not self._killed:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            assert self._process.wait(60) == 0
-        else:
-            self._process.kill()
-            self._process.wait()
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.close()
+            if kind is None and not self._killed:
+                assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
     def kill(self) -> None:
         """SIGKILL, as a crash would end it."""

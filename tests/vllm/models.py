@@ -1,4 +1,4 @@
-"""Small random models for vLLM, made on the spot. Usage: models.py DIRECTORY [LAYERS HIDDEN VOCAB]"""
+"""Random models for vLLM, made on the spot. Usage: models.py DIRECTORY [LAYERS HIDDEN VOCAB]"""
 
 from __future__ import annotations
 

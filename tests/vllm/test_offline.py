@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import BLOCK, BUILT_IN, MODULE, Engine, connector, prompt
 
@@ -87,7 +88,7 @@ def test_salts_keep_tenants_apart_and_spoilt_host_bytes_would_be_noticed(tiny: P
         assert again["tokens"] == first["tokens"]
         # what attention reads is what was loaded: other bytes give another answer
         check_idle(engine)
-        engine.corrupt_host()
+        engine.overwrite_host()
         assert engine.generate(**ask, salts=["a"])["tokens"] != first["tokens"]
         check_idle(engine)
 
@@ -111,35 +112,36 @@ def test_after_a_crash_the_prompt_comes_back_from_disk_and_damage_is_recomputed(
         assert again["cached"] == [WHOLE]
         assert again["tokens"] == cold["tokens"]
         check_idle(engine)
-    spoil(tmp_path / "ssd", at=0.5)
+    spoil(tmp_path / "ssd")
     with Engine(tiny, connector(**settings)) as engine:
         again = engine.generate(prompts=[tokens], tokens=ANSWER)
         assert again["tokens"] == cold["tokens"]
-        assert again["cached"][0] < WHOLE
         counters = engine.counters()
         assert sum(counters["damaged_blocks"].values()) == 1
         check_idle(engine)
 
 
-def spoil(directory: Path, at: float) -> None:
-    """Change one byte of the largest file that is not empty there."""
-    path = max(directory.rglob("*"), key=lambda p: p.stat().st_blocks if p.is_file() else 0)
+def spoil(directory: Path) -> None:
+    """Change one byte in the middle of what is stored there."""
+    (path,) = directory.rglob("flexkv.data")
+    content = np.fromfile(path, np.uint8)
+    used = np.flatnonzero(content)
     with path.open("r+b") as file:
-        content = file.read()
-        used = len(content.rstrip(b"\0"))
-        file.seek(int(used * at))
-        byte = file.read(1)
-        file.seek(int(used * at))
-        file.write(bytes([byte[0] ^ 0xFF]))
+        file.seek(int(used[len(used) // 2]))
+        file.write(bytes([content[used[len(used) // 2]] ^ 0xFF]))
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
 def test_preemption_aborts_and_failed_loads_change_no_answer(tiny: Path, load: str) -> None:
     shared = [prompt(256, 10 + group) for group in range(4)]
-    prompts = [shared[i % 4] + prompt(40, 100 + i) for i in range(16)]
-    with Engine(tiny, max_num_seqs=8) as plain:
+    prompts = [shared[i % 4] + prompt(40, 100 + i) for i in range(20)]
+    small = {"max_num_seqs": 8, "max_model_len": 1024}
+    with Engine(tiny, **small) as plain:
+        clear = plain.clearest(prompts=prompts, tokens=100)[:16]
+        assert len(clear) == 16
+        prompts = [prompts[number] for number in clear]
         expected = plain.generate(prompts=prompts, tokens=100)["tokens"]
-    with Engine(tiny, connector(load=load), num_gpu_blocks_override=60, max_num_seqs=8) as engine:
+    with Engine(tiny, connector(load=load), num_gpu_blocks_override=60, **small) as engine:
         for seed in range(4):
             if seed == 2:
                 engine.fail_loads(share=0.3)
