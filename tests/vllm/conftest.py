@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+_found = find_spec("vllm")  # this folder itself may be found as a package without a file
+collect_ignore_glob = [] if _found and _found.origin else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ with every step) and `FlexKVStats` (counts for vLLM's log and metrics).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,30 +54,3 @@ class FlexKVStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         return not self.data
-
-
-def namespace_of(request: Any) -> tuple[str, ...]:
-    """Return the labels within which a request's blocks may be shared.
-
-    Each label names its kind, so that an adapter and a salt of the same name never meet: the
-    adapter's name and path, `cache_salt`, each multimodal input with its place, `namespace_info`.
-    """
-    labels: list[str] = []
-    lora = getattr(request, "lora_request", None)
-    if lora is not None:
-        labels += [f"lora={lora.lora_name}", f"lora_path={getattr(lora, 'lora_path', '')}"]
-    salt = getattr(request, "cache_salt", None)
-    if salt is not None:
-        labels.append(f"salt={salt}")
-    labels += [
-        f"mm={feature.identifier}@{feature.mm_position.offset}+{feature.mm_position.length}"
-        for feature in _features(request)
-    ]
-    info = getattr(request, "namespace_info", None)
-    if info is not None:
-        labels.append(f"info={info!r}")
-    return tuple(labels)
-
-
-def _features(request: Any) -> Iterable[Any]:
-    return getattr(request, "mm_features", None) or ()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,43 +19,18 @@ from numpy.typing import NDArray
 
 from flexkv.errors import FlexKVError
 from flexkv.integration.vllm.geometry import describe
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews, namespace_of
+from flexkv.integration.vllm.messages import FlexKVStats, StepNews
 from flexkv.integration.vllm.options import Options
+from flexkv.integration.vllm.requests import State, Work, namespace_of
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
-from flexkv.transfer import Plan, Transfer
+from flexkv.transfer import Plan
 
 _JOIN_S = 10.0
 _IDLE_S = 0.002
 _RESET_MS = 10_000
 _WHOLE_ENDS = ("STOP", "LENGTH")  # reasons after which a request's blocks are complete
-
-
-@dataclass(eq=False, slots=True)
-class _Work:
-    """A load or a save under way. `reported` is set when vLLM is told of its end."""
-
-    request: str
-    blocks: list[int]
-    is_load: bool
-    number: int = 0  # of a load that the workers wait for themselves
-    silent: bool = False  # vLLM is not to be told: it does not wait
-    failed: tuple[int, ...] = ()
-    transfer: Transfer | None = None
-    reported: bool = False
-
-
-@dataclass(slots=True)
-class _State:
-    """What is known of one request."""
-
-    namespace: tuple[str, ...]
-    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    asked: tuple[int, int] = (-1, -1)  # computed tokens and length of the last question
-    plan: Plan | None = None
-    load: _Work | None = None
-    known_tokens: int = 0  # leading tokens that the cache held when it was asked
 
 
 class SchedulerSide:
@@ -84,12 +58,12 @@ class SchedulerSide:
         self.kv.register(None)
         if not self._server.wait_ready(_JOIN_S):
             log.warning("vllm.workers_missing", ranks=geometry.ranks)
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, State] = {}
         self._step = 0
         self._numbers = 0
         self._pending = 0
         self._awaited: list[tuple[int, list[int]]] = []
-        self._done: deque[_Work] = deque()
+        self._done: deque[Work] = deque()
         self._news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.stats = FlexKVStats()
@@ -133,7 +107,7 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        load = _Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
+        load = Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
         if self._options.load == "sync":
             self._numbers += 1
             load.number, load.silent = self._numbers, True
@@ -204,7 +178,7 @@ class SchedulerSide:
         if count * self._size <= state.known_tokens:
             return False
         tokens = self._tokens(request, state)[: count * self._size]
-        save = _Work(request.request_id, list(block_ids[:count]), False)
+        save = Work(request.request_id, list(block_ids[:count]), False)
         self._pending += 1
         self.stats.add("saves")
         self.kv.post(self._put, save, tokens, state.namespace)
@@ -242,13 +216,13 @@ class SchedulerSide:
             and not getattr(request, "skip_reading_prefix_cache", False)
         )
 
-    def _state(self, request: Any) -> _State:
+    def _state(self, request: Any) -> State:
         state = self._states.get(request.request_id)
         if state is None:
-            state = self._states[request.request_id] = _State(namespace_of(request))
+            state = self._states[request.request_id] = State(namespace_of(request))
         return state
 
-    def _tokens(self, request: Any, state: _State) -> NDArray[np.int32]:
+    def _tokens(self, request: Any, state: State) -> NDArray[np.int32]:
         """The request's tokens so far; only new ones are converted."""
         have = len(state.tokens)
         if request.num_tokens > have:
@@ -256,12 +230,12 @@ class SchedulerSide:
             state.tokens = np.concatenate((state.tokens, new)) if have else new
         return state.tokens
 
-    def _drop_plan(self, state: _State) -> None:
+    def _drop_plan(self, state: State) -> None:
         plan, state.plan = state.plan, None
         if plan is not None:
             self.kv.post(plan.cancel)
 
-    def _settle(self, work: _Work) -> _Work | None:
+    def _settle(self, work: Work) -> Work | None:
         """Book the end of a load or save; None if nobody is to be told."""
         self._pending -= 1
         work.reported = True
@@ -292,7 +266,7 @@ class SchedulerSide:
 
     def _launch(
         self,
-        load: _Work,
+        load: Work,
         plan: Plan | None,
         tokens: NDArray[np.int32],
         namespace: tuple[str, ...],
@@ -314,7 +288,7 @@ class SchedulerSide:
             return
         self._watch(load)
 
-    def _put(self, save: _Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
+    def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         try:
             save.transfer = self.kv.manager.put_async(
                 tokens, self._slots(save.blocks), namespace=namespace
@@ -325,16 +299,16 @@ class SchedulerSide:
             return
         self._watch(save)
 
-    def _cancel(self, work: _Work) -> None:
+    def _cancel(self, work: Work) -> None:
         if work.transfer is not None:
             work.transfer.cancel()
 
-    def _watch(self, work: _Work) -> None:
+    def _watch(self, work: Work) -> None:
         task = asyncio.get_running_loop().create_task(self._wait_for(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _wait_for(self, work: _Work) -> None:
+    async def _wait_for(self, work: Work) -> None:
         transfer = work.transfer
         assert transfer is not None
         await transfer.quiesced()
@@ -347,7 +321,7 @@ class SchedulerSide:
             loaded = result.loaded if work.is_load and hasattr(result, "loaded") else 0
         self._report(work, tuple(work.blocks[loaded // self._size :]) if work.is_load else ())
 
-    def _report(self, work: _Work, failed: tuple[int, ...] = ()) -> None:
+    def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
         work.failed = failed
         if work.number:
             self._server.tell_loaded(work.number, failed)
