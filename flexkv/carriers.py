@@ -15,7 +15,7 @@ import anyio.abc
 
 Job = TypeVar("Job")
 
-_MAX_IDLE = 64
+_MAX_IDLE = 512
 
 
 class _Idle(Generic[Job]):

@@ -9,8 +9,8 @@ its blocks, nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import anyio
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flexkv.completion import Completions
 from flexkv.errors import CapacityError
-from flexkv.lanes import Lane
+from flexkv.lanes import Lane, Staging
 from flexkv.model import (
     DAMAGED,
     DEVICE,
@@ -33,7 +33,6 @@ from flexkv.model import (
     Statuses,
     TransferGraph,
 )
-from flexkv.pool import SlotPool
 from flexkv.protocols import (
     BlockCopy,
     BlockIO,
@@ -41,11 +40,15 @@ from flexkv.protocols import (
     DirectStorage,
     Region,
     StorageBackend,
+    as_statuses,
 )
 from flexkv.telemetry import Telemetry, log
 from flexkv.waiting import Latch
 
 Positions: TypeAlias = NDArray[np.int64]
+# Of one op: while one is told to be over and the next is sent off, another keeps the hardware busy.
+_SLICES_IN_FLIGHT = 2
+
 Commit: TypeAlias = Callable[[TransferGraph, Copy, Positions, Statuses], None]
 
 
@@ -86,9 +89,8 @@ class Engine:
         completions: Completions,
         device: DeviceBackend,
         stores: Mapping[str, StorageBackend],
-        staging: SlotPool,
+        staging: Staging,
         *,
-        first_staging_slot: int,
         block_bytes: int,
         chunk_blocks: int,
         lane_bytes: int,
@@ -100,8 +102,7 @@ class Engine:
         self.block_bytes, self.chunk_blocks = block_bytes, max(1, chunk_blocks)
         self.ops_in_flight = max(2, ops_in_flight)
         self._commit, self._telemetry = commit, telemetry
-        self._staging, self._first_staging_slot = staging, first_staging_slot
-        self._staging_lane = Lane("staging", staging.capacity)
+        self._staging = staging
         places = [(DEVICE, HOST), (HOST, DEVICE)]
         places += [
             pair for store in stores for pair in ((store, HOST), (HOST, store), (store, DEVICE))
@@ -134,11 +135,15 @@ class Engine:
                 for op in chain:
                     await self._run_op(run, op)
 
-        if len(chains) == 1:
+        await self._in_tasks(work, min(self.ops_in_flight, len(chains)))
+
+    async def _in_tasks(self, work: Callable[[], Coroutine[Any, Any, None]], tasks: int) -> None:
+        """Run `work` so many times at once."""
+        if tasks <= 1:
             await work()
             return
         async with anyio.create_task_group() as group:
-            for _ in range(min(self.ops_in_flight, len(chains))):
+            for _ in range(tasks):
                 group.start_soon(work)
 
     async def _run_op(self, run: Run, op: _Op) -> None:
@@ -155,11 +160,16 @@ class Engine:
             if copy.source.place == copy.target.place:  # nothing to move: it was waited for
                 run.arrived[copy.positions] = run.alive[copy.positions]
                 return
-            for start in range(0, len(copy), self.chunk_blocks):
-                part = slice(start, start + self.chunk_blocks)
-                statuses = await self._run_slice(run, op, part)
-                if copy.landing:
-                    landed.append(copy.target.ids[part][statuses == LANDED])
+            size = self.chunk_blocks
+            slices = iter([slice(at, at + size) for at in range(0, len(copy), size)])
+
+            async def work() -> None:
+                for part in slices:
+                    statuses = await self._run_slice(run, op, part)
+                    if copy.landing:
+                        landed.append(copy.target.ids[part][statuses == LANDED])
+
+            await self._in_tasks(work, min(_SLICES_IN_FLIGHT, -(-len(copy) // size)))
         finally:
             if copy.landing:
                 op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
@@ -241,13 +251,14 @@ class Engine:
                 return await self._copy(run, sources, targets, copy.layers, to_device=False)
             keys = run.graph.keys[positions]
             if target == HOST:
-                return await self.stores[source].read(BlockIO(targets, sources, keys))
+                answer = await self.stores[source].read(BlockIO(targets, sources, keys))
+                return as_statuses(answer, len(keys))
             if source == HOST:
                 parents, depths = run.graph.parents, run.graph.depths
                 assert parents is not None
                 assert depths is not None
                 batch = BlockIO(sources, targets, keys, parents[positions], depths[positions])
-                return await self.stores[target].write(batch)
+                return as_statuses(await self.stores[target].write(batch), len(keys))
             return await self._read_to_device(run, copy, sources, targets, positions)
         except Exception as error:
             log.warning(
@@ -279,25 +290,22 @@ class Engine:
         assert run.region is not None
         if isinstance(self.device, DirectStorage):
             batch = BlockIO(np.empty(0, np.uint32), sources, keys)
-            return await self.device.read_into(batch, run.region, targets)
+            answer = await self.device.read_into(batch, run.region, targets)
+            return as_statuses(answer, len(keys))
         statuses = np.full(len(sources), FAILED, np.uint8)
         step = self._staging.capacity
         for start in range(0, len(sources), step):
             part = slice(start, start + step)
-            held = await self._staging_lane.acquire(len(sources[part]), run.graph.priority)
-            staged = self._staging.take(held)
-            try:
-                slots = staged + np.uint32(self._first_staging_slot)
-                read = await store.read(BlockIO(slots, sources[part], keys[part]))
+            borrowed = self._staging.borrow(len(sources[part]), run.graph.priority)
+            async with borrowed as slots:
+                answer = await store.read(BlockIO(slots, sources[part], keys[part]))
+                read = as_statuses(answer, len(slots))
                 good = read == LANDED
                 if good.any():
                     read[good] = await self._from_staging(
                         run, copy, targets[part][good], slots[good]
                     )
                 statuses[part] = read
-            finally:
-                self._staging.give(staged)
-                self._staging_lane.release(held)
         return statuses
 
     async def _from_staging(
@@ -311,7 +319,7 @@ class Engine:
                 "op.failed", source=HOST, target=DEVICE, blocks=len(slots), error=repr(error)
             )
             self._telemetry.add("failed_blocks", len(slots), source=HOST, target=DEVICE)
-            return np.full(len(slots), IOStatus.SKIPPED, np.uint8)
+            return np.full(len(slots), SKIPPED, np.uint8)
 
 
 def _no_room(error: BaseException) -> bool:

@@ -175,25 +175,27 @@ class PrefixIndex:
         Those are not pinned, LANDING nowhere, and have no child outside the chain.
         """
         blocks = as_blocks(blocks)
-        count = done(lib.fx_index_removable(self._index, u32(blocks), len(blocks)))
-        return int(count)
+        return int(done(lib.fx_index_removable(self._index, u32(blocks), len(blocks))))
 
     def unsaved(self, tier: int, lower: int, blocks: BlockIds) -> BlockIds:
-        """Those of `blocks` and their ancestors that are READY in `tier` and ABSENT in `lower`.
-
-        Ancestors first, each once; a path upwards ends at the first block that is not.
+        """Those of `blocks` and their ancestors that are READY in `tier` and ABSENT in `lower`,
+        ancestors first, each once; a path upwards ends at the first block that is not.
         """
         blocks = as_blocks(blocks)
         found = np.empty(self.resident(tier) * min(len(blocks), 8), np.uint32)
-        count = done(
-            lib.fx_index_unsaved(
-                self._index, tier, lower, u32(blocks), len(blocks), u32(found), len(found)
-            )
-        )
+        given, room = (u32(blocks), len(blocks)), (u32(found), len(found))
+        count = done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))
         found = np.unique(found[:count])
         return found[np.argsort(self.depths(found), kind="stable")]
 
     # eviction
+
+    def stranded(self, tier: int, gone: BlockIds, count: int) -> BlockIds:
+        """Up to `count` blocks that could leave after `gone` if only children in `tier` count."""
+        self._check_tier(tier)
+        given, found = as_blocks(gone), np.empty(count, np.uint32)
+        wanted = (u32(given), len(given), count, u32(found))
+        return found[: done(lib.fx_index_stranded(self._index, tier, *wanted))]
 
     def set_policy(
         self,
@@ -305,9 +307,7 @@ class PrefixIndex:
         keys, parents = as_keys(recovered.keys), as_keys(recovered.parents)
         depths, slots = as_blocks(recovered.depths), as_blocks(recovered.slots)
         rows = len(keys)
-        assert len(parents) == len(depths) == len(slots) == rows, (
-            "a recovered table has ragged columns"
-        )
+        assert len(parents) == len(depths) == len(slots) == rows, "ragged columns"
         kept, blocks = np.empty(rows, np.uint8), np.empty(rows, np.uint32)
         count = done(
             lib.fx_index_restore(

@@ -1,16 +1,22 @@
 """Bounded queues: bytes in flight in one direction of one backend, and the staging slots of the
 engine.
 
-`Lane.acquire` (wait for a share of the limit), `Lane.release`. Fair within a priority, all or
-nothing: nobody holds a part while waiting for the rest.
+`Lane.acquire` (wait for a share of the limit), `Lane.release`, `Staging.borrow`. Fair within a
+priority, all or nothing: nobody holds a part while waiting for the rest.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import count
 
 import anyio
+import numpy as np
+
+from flexkv.model import SlotIds
+from flexkv.pool import SlotPool
 
 
 class Lane:
@@ -70,3 +76,23 @@ class Lane:
             _, _, size, event = heapq.heappop(self._waiting)
             self._free -= size
             event.set()
+
+
+class Staging:
+    """Arena slots behind the host tier, for blocks that pass through the host without staying."""
+
+    def __init__(self, slots: int, first_slot: int) -> None:
+        self.capacity = slots
+        self._pool, self._first = SlotPool(slots), np.uint32(first_slot)
+        self._lane = Lane("staging", slots)
+
+    @asynccontextmanager
+    async def borrow(self, count: int, priority: int) -> AsyncIterator[SlotIds]:
+        """Wait for `count` slots (at most the capacity), all at once; give them back at the end."""
+        held = await self._lane.acquire(count, priority)
+        slots = self._pool.take(held)
+        try:
+            yield slots + self._first
+        finally:
+            self._pool.give(slots)
+            self._lane.release(held)

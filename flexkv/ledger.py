@@ -68,6 +68,7 @@ class Ledger:
         self.spills: list[tuple[BlockIds, KeyArray]] = []
         self.damaged_blocks = 0
         self.failed_blocks = 0
+        self.offers = np.zeros(max_blocks, np.int32)  # kept by whoever spills: of each block
         self._landing_of = np.zeros(max_blocks, np.int64)
         self._strikes = np.zeros(max_blocks, np.uint8)  # consecutive failed reads of a block
         self._last_landing = 0

@@ -203,9 +203,7 @@ class Planner:
         self.index.touch(known, now)
         absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
         positions = np.concatenate((absent, np.arange(len(known), len(keys))))
-        chosen = self.host.victims(
-            len(positions), partial=False, exact=self.ledger.spill == "on_evict"
-        )
+        chosen = self._choose(len(positions))
         if chosen is None:
             self.index.unpin(known)
             raise CapacityError(
@@ -257,6 +255,24 @@ class Planner:
         return (Copy(place, place, positions, joins=tuple(int(n) for n in np.unique(landings))),)
 
     # room in the host
+
+    def _choose(self, count: int) -> tuple[int, BlockIds] | None:
+        """Who leaves the host so that `count` blocks fit; see `Tier.victims`.
+
+        When that is not enough, also blocks that only stay for descendants in a store: they could
+        not be written there, and better lose those descendants than a slot for ever.
+        """
+        exact = self.ledger.spill == "on_evict"
+        chosen = self.host.victims(count, partial=False, exact=exact)
+        lacking = count - self.host.free
+        if chosen is not None or lacking > self.index.resident(self.host.number):
+            return chosen
+        victims = self.index.victims(self.host.number, lacking)
+        more = lacking - len(victims)
+        stranded = self.index.stranded(self.host.number, victims, more)
+        if len(stranded) < more or self.ledger.offers[stranded].any():
+            return None
+        return count, np.concatenate((victims, stranded))
 
     def _host_room(self, count: int) -> tuple[SlotIds, TransferGraph | None, tuple[int, ...]]:
         """Take up to `count` host slots; see `_make_room`."""

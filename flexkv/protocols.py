@@ -2,8 +2,8 @@
 nothing else.
 
 `DeviceBackend` - `StorageBackend` - `DirectStorage` - `EvictionPolicy` - `Codec`; `Services` is
-what the manager hands to a backend, `BlockCopy` and `BlockIO` are the batches. `API_VERSION` is
-checked when a plug-in is loaded.
+what the manager hands to a backend, `BlockCopy` and `BlockIO` are the batches, `as_statuses` checks
+an answer. `API_VERSION` is checked when a plug-in is loaded.
 """
 
 from __future__ import annotations
@@ -189,6 +189,17 @@ class StorageBackend(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+def as_statuses(answer: Any, count: int) -> Statuses:
+    """What a backend answered, if it is what the protocol asks for.
+
+    Raises:
+        TypeError: it is not one IOStatus per block.
+    """
+    if not isinstance(answer, np.ndarray) or answer.shape != (count,):
+        raise TypeError(f"a backend must answer one status for each of {count} blocks: {answer!r}")
+    return answer
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ from flexkv.engine import Commit, Engine
 from flexkv.errors import ConfigError
 from flexkv.index import PrefixIndex
 from flexkv.keys import Keyring
+from flexkv.lanes import Staging
 from flexkv.ledger import Ledger
 from flexkv.memory import Arena
 from flexkv.model import HOST, KVSpec
@@ -129,8 +130,7 @@ async def _open(
         completions,
         device,
         stores,
-        SlotPool(staging_slots),
-        first_staging_slot=host_slots,
+        Staging(staging_slots, host_slots),
         block_bytes=spec.block_bytes,
         chunk_blocks=chunk_blocks,
         lane_bytes=config.device_bytes_in_flight,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -105,6 +106,8 @@ class BlockingKVManager:
         self._kv = KVManager(config, **overrides)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # nothing is handed to a loop that has been told to stop
+        self._closing = threading.Lock()
 
     def __enter__(self) -> Self:
         if self._thread is not None:
@@ -128,21 +131,31 @@ class BlockingKVManager:
         self.close()
 
     def close(self) -> None:
-        """Close the manager and end the loop thread. Calling it twice is fine."""
-        if self._loop is None:
-            return
-        try:
-            self.run(self._kv.aclose)
-        finally:
-            self._end()
+        """Close the manager and end the loop thread. Calling it twice, or from several threads, is
+        fine. Calls of other threads that still wait end with what they waited for, or ClosedError.
+        """
+        with self._closing:
+            if self._loop is None:
+                return
+            try:
+                self.run(self._kv.aclose)
+            finally:
+                self._end()
 
     def _serve(self) -> None:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        loop = self._loop
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_default_executor())
 
     def _end(self) -> None:
-        loop, self._loop = self._loop, None
+        with self._lock:
+            loop, self._loop = self._loop, None
         assert loop is not None
         assert self._thread is not None
         loop.call_soon_threadsafe(loop.stop)
@@ -166,13 +179,18 @@ class BlockingKVManager:
 
         Raises:
             TimeoutError: it took longer than `timeout_ms`.
+            ClosedError: the manager is not open, or was closed meanwhile.
         """
-        future = asyncio.run_coroutine_threadsafe(verb(*arguments), self._running_loop())
+        with self._lock:
+            loop = self._running_loop()
+            future = asyncio.run_coroutine_threadsafe(verb(*arguments), loop)
         try:
             return future.result(None if timeout_ms is None else timeout_ms / 1e3)
         except TimeoutError:
             future.cancel()
             raise
+        except CancelledError as error:
+            raise ClosedError("the manager was closed while a call was waiting") from error
 
     def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
         """Run a plain call on the loop thread and return what it returns."""

@@ -79,6 +79,15 @@ class Device:
         for cache in self.caches.values():
             cache[:] = value
 
+    def write_sentinel(self, block: int, value: int = 0xDEAD) -> None:
+        """Fill a block with a sentinel."""
+        for cache in self.caches.values():
+            cache[:, block] = value
+
+    def holds_sentinel(self, block: int, value: int = 0xDEAD) -> bool:
+        """Whether a block still holds the sentinel."""
+        return all(bool((cache[:, block] == value).all()) for cache in self.caches.values())
+
     def is_wiped(self, value: int = 0xDEAD) -> bool:
         """Whether everything still holds the sentinel."""
         return all(bool((cache == value).all()) for cache in self.caches.values())
@@ -158,14 +167,20 @@ class Rig:
         """
         loaded = result.loaded // TOKENS_PER_BLOCK
         for i, block in enumerate(targets[:loaded]):
-            assert np.array_equal(self.device.read(block), pattern(tokens, i, namespace)), (
-                f"block {i} is wrong"
-            )
+            self.compare(block, tokens, i, namespace)
         wiped = np.full(SPEC.block_bytes // 2, sentinel, np.uint16).view(np.uint8)
         for block in set(range(self.device.blocks)) - set(targets):
             assert np.array_equal(self.device.read(block), wiped), (
                 f"device block {block} was touched"
             )
+
+    def compare(
+        self, device_block: int, tokens: Sequence[int], block: int, namespace: Any = None
+    ) -> None:
+        """Check that a device block holds block `block` of a prompt."""
+        assert np.array_equal(self.device.read(device_block), pattern(tokens, block, namespace)), (
+            f"block {block} is wrong"
+        )
 
     async def check_idle(self) -> None:
         """Nothing is pinned, planned, in flight or out of the books."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from flexkv.bench.cache import DeviceMemory, OpenCache, prompts
-from flexkv.bench.e2e import SMALL, run
+from flexkv.bench.e2e import run
+from flexkv.bench.overhead import SMALL
 from flexkv.bench.report import report
 from flexkv.errors import ConfigError, TransferError
 
@@ -57,11 +58,11 @@ def test_wrong_bytes_are_noticed() -> None:
     blocks, texts = np.arange(8), prompts(1, 128)
     with OpenCache.open(SMALL, device, host_cache_bytes=8 * SMALL.stride_bytes) as cache:
         device.fill()
-        cache.put(texts, blocks)
-        cache.get(texts, blocks[::-1])
+        cache.put(texts, blocks=blocks)
+        cache.get(texts, blocks=blocks[::-1])
         device.check(blocks, blocks[::-1])
         device.caches["layer.1"][1, 3] ^= 1
         with pytest.raises(TransferError, match="block 3 came back with other bytes"):
             device.check(blocks, blocks[::-1])
         with pytest.raises(TransferError, match="were not loaded"):
-            cache.get(prompts(1, 128, name=1), blocks)
+            cache.get(prompts(1, 128, name=1), blocks=blocks)

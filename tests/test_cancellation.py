@@ -161,10 +161,13 @@ async def failing_sibling(transfer: Transfer, reached: Reached) -> None:
         await reached(asyncio.ensure_future(transfer.quiesced()))
         raise ZeroDivisionError
 
-    with pytest.raises(ExceptionGroup):
+    async def both() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(_listen(transfer))
             group.create_task(fail())
+
+    with pytest.raises(ExceptionGroup):
+        await both()
 
 
 async def failing_gather(transfer: Transfer, reached: Reached) -> None:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
-    "lanes": "errors",
+    "lanes": "errors model pool",
     "waiting": "completion",
     "carriers": "",
     "admission": f"config lanes {VOCABULARY}",

@@ -307,13 +307,16 @@ def test_a_crash_is_told_to_everybody_and_nothing_hangs(
 
 
 async def test_an_exception_of_the_body_is_not_replaced_by_the_crash(tmp_path: Path) -> None:
-    with plugins.register(plugins.POLICIES, "raising", Raising), pytest.raises(ZeroDivisionError):
+    async def body() -> None:
         async with KVManager(config(tmp_path, eviction_policy="raising")) as kv:
             rig = Rig(kv, Device())
             Raising.raise_in = "inserted"
             with pytest.raises(BrokenManagerError):
                 await rig.start_put(prompt(1, 4))
             raise ZeroDivisionError
+
+    with plugins.register(plugins.POLICIES, "raising", Raising), pytest.raises(ZeroDivisionError):
+        await body()
 
 
 # processes that end without closing

@@ -4,14 +4,21 @@ to the bytes.
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import SHAPES, VOCABULARY, tiny_model
+from tiny_models import SHAPES, VOCABULARY, save_tiny, tiny_model
 
 from flexkv import ConfigError, InputError, KVManager
 
@@ -196,7 +203,18 @@ def damage(directory: Path, content: bytes) -> int:
     return places
 
 
-async def test_concurrent_requests_wait_for_lanes_and_do_not_mix() -> None:
+async def test_the_model_never_runs_on_the_event_loop() -> None:
+    model, tokens = tiny_model("llama"), prompt(60)
+    async with reusing(model) as reuse:
+        threads = []
+        hook = model.register_forward_pre_hook(lambda *_: threads.append(threading.get_ident()))
+        await answer(reuse, tokens)
+        hook.remove()
+    assert len(threads) == 12
+    assert threading.get_ident() not in threads
+
+
+async def test_concurrent_requests_wait_for_seats_and_do_not_mix() -> None:
     model, shared = tiny_model("llama"), prompt(64)
     prompts = [shared + prompt(10 + i, 20 + i) for i in range(6)]
     async with reusing(model, requests=2) as reuse:
@@ -208,7 +226,7 @@ async def test_concurrent_requests_wait_for_lanes_and_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 5])
-async def test_a_cancelled_request_gives_its_lane_back(step: int) -> None:
+async def test_a_cancelled_request_gives_its_seat_back(step: int) -> None:
     model, tokens = tiny_model("llama"), prompt(101)
     async with reusing(model, requests=1) as reuse:
         expected, _ = await answer(reuse, tokens)
@@ -232,7 +250,7 @@ async def test_a_cancelled_request_gives_its_lane_back(step: int) -> None:
         assert again == expected
 
 
-async def test_a_listener_that_leaves_early_gives_the_lane_back() -> None:
+async def test_a_listener_that_leaves_early_gives_the_seat_back() -> None:
     model, tokens = tiny_model("qwen2"), prompt(60)
     async with reusing(model, requests=1) as reuse:
         stream = aiter(reuse.generate(tokens, max_new_tokens=50, stop=()))
@@ -250,6 +268,48 @@ async def test_a_late_step_of_a_released_request_touches_nothing() -> None:
         restored.release()
         with pytest.raises(InputError, match="given back"):
             await reuse.next_token(restored, tokens)
+
+
+async def test_a_released_cache_is_never_used_for_another_request() -> None:
+    model, tokens = tiny_model("llama"), prompt(60)
+    async with reusing(model, requests=1) as reuse:
+        stale = await reuse.restore(tokens)
+        stale.release()
+        with await reuse.restore(tokens):  # the same seat, another owner
+            for use in (reuse.next_token(stale, tokens), reuse.store(tokens, stale.cache)):
+                with pytest.raises(InputError, match="given back"):
+                    await use
+
+
+async def test_a_get_that_times_out_costs_time_but_no_token(tmp_path: Path) -> None:
+    from flexkv import plugins
+    from flexkv.backends.disk import DiskBackend
+
+    gate = asyncio.Event()
+    late = asyncio.Event()
+
+    class Stuck(DiskBackend):
+        """A disk whose reads wait for the gate."""
+
+        async def read(self, batch: Any) -> Any:
+            await gate.wait()
+            statuses = await super().read(batch)
+            late.set()
+            return statuses
+
+    model, tokens = tiny_model("llama"), prompt(101)
+    async with reusing(model, tmp_path) as reuse:
+        expected, _ = await answer(reuse, tokens)
+    with plugins.register(plugins.BACKENDS, "stuck", Stuck):
+        settings = {"disk_backend": "stuck", "transfer_timeout_ms": 200}
+        async with reusing(model, tmp_path, **settings) as reuse:
+            given, generation = await answer(reuse, tokens, store=False)
+            assert (given, generation.restored.loaded) == (expected, 0)
+            assert generation.restored.timed_out
+            gate.set()
+            await late.wait()
+            again, _ = await answer(reuse, tokens)
+            assert again == expected
 
 
 async def test_a_host_tier_without_room_costs_the_answer_nothing() -> None:
@@ -327,11 +387,6 @@ def test_grouped_attention_changes_no_bit() -> None:
 
 
 async def test_the_chat_server_restores_what_was_said_before(tmp_path: Path) -> None:
-    import json
-    import sys
-
-    from tiny_models import save_tiny
-
     server = Path(__file__).parent.parent / "examples" / "chat_server.py"
     model = save_tiny(tmp_path / "model", eos_token_id=None)
     process = await asyncio.create_subprocess_exec(
@@ -422,33 +477,42 @@ def test_smollm2_is_converted_once_and_its_spec_is_known(
     assert not list(default_cache_dir().glob("converting-*"))
 
 
+def quickstart(word: str) -> str:
+    """The Python block of docs/quickstart.md that holds `word`."""
+    text = (Path(__file__).parent.parent / "docs" / "quickstart.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if word in b)
+    return str(block)
+
+
 @pytest.mark.model
 def test_the_quickstart_runs(smollm2: tuple[Any, Any]) -> None:
-    import re
-    import subprocess
-    import sys
-
-    text = (Path(__file__).parent.parent / "docs" / "quickstart.md").read_text()
-    program, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
-    )
+    command = [sys.executable, "-c", quickstart("asyncio.run(main())")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     restored = [int(count) for count in re.findall(r"\[(\d+) tokens restored", done.stdout)]
     assert restored[0] == 0
     assert restored[1] > 300
 
 
-def test_what_the_quickstart_shows_of_the_server_is_in_the_server() -> None:
-    import re
-    import textwrap
+async def test_the_quickstart_shows_settings_and_halves_that_work() -> None:
+    import torch
 
-    root = Path(__file__).parent.parent
-    text = (root / "docs" / "quickstart.md").read_text()
-    server = (root / "examples" / "chat_server.py").read_text()
-    shown = next(
-        block
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if "start_server" in block
-    )
-    assert textwrap.indent(shown, "    ") in server
+    from flexkv.integration.transformers import config_for
+
+    model, tokens = tiny_model("llama"), prompt(60)
+    names: dict[str, Any] = {"model": model, "config_for": config_for, "torch": torch}
+    exec(quickstart("/mnt/nvme1"), names)
+    assert len(names["config"].disk_dirs) == 2
+    async with reusing(model) as reuse:
+        names |= {"reuse": reuse, "prompt": tokens}
+        code = compile(
+            quickstart("multinomial"), "quickstart", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        await eval(code, names)
+        _, generation = await answer(reuse, tokens, namespace=("tenant-7",))
+        assert generation.restored.loaded == 48
+
+
+def test_what_the_quickstart_shows_of_the_server_is_in_the_server() -> None:
+    server = (Path(__file__).parent.parent / "examples" / "chat_server.py").read_text()
+    assert textwrap.indent(quickstart("start_server"), "    ") in server

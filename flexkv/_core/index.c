@@ -342,6 +342,28 @@ int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, c
   return count;
 }
 
+int64_t fx_index_stranded(const fx_index *index, uint32_t tier, const uint32_t *gone, uint32_t n, uint32_t limit,
+                          uint32_t *blocks) {
+  uint32_t count = 0, *left = malloc(index->max_blocks * sizeof *left); /* children there that stay, or FX_NONE: gone */
+  if (!left) return FX_INDEX_MEMORY;
+  memcpy(left, index->tier[tier].kids, index->max_blocks * sizeof *left);
+  for (uint32_t i = 0; i < n; i++)
+    if (index->nodes[gone[i]].parent != FX_NONE) left[index->nodes[gone[i]].parent]--;
+  for (uint32_t i = 0; i < n; i++) left[gone[i]] = FX_NONE;
+  for (uint32_t leaf = 0; leaf < index->max_blocks && count < limit; leaf++) {
+    uint32_t block = leaf;
+    while (!left[block] && count < limit && (index->masks[block].ready >> tier & 1) && !index->nodes[block].pins) {
+      left[block] = FX_NONE;
+      blocks[count++] = block;
+      block = index->nodes[block].parent;
+      if (block == FX_NONE) break;
+      left[block]--;
+    }
+  }
+  free(left);
+  return count;
+}
+
 /* ---- pins ---- */
 
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n) {

@@ -60,6 +60,12 @@ int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32
 int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
                          uint32_t *found, uint32_t limit);
 
+/* What else could leave the tier after the blocks in `gone`, if descendants in other tiers did not count: READY there,
+ * not pinned, without children there but such as leave too. Leaves first; returns how many, up to `limit`, or an error.
+ * A full scan. */
+int64_t fx_index_stranded(const fx_index *index, uint32_t tier, const uint32_t *gone, uint32_t n, uint32_t limit,
+                          uint32_t *blocks);
+
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n);
 int fx_index_unpin(fx_index *index, const uint32_t *blocks, uint32_t n); /* prunes what has nothing left */
 

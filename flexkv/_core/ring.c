@@ -20,6 +20,7 @@
 #define MERGE_BYTES (1u << 20)
 #define MAX_RETRIES 1000u /* of -EAGAIN and -EINTR without progress */
 #define FLUSH_ENTRIES 64u /* per submission: pinning pages for more would stall the loop */
+#define FLUSH_BYTES (8u << 20) /* the same, for large I/Os: about 0.04 ms per MiB */
 #define WRITE_TURN 8u     /* of that many ops one is a write, when reads wait too */
 
 typedef struct job {
@@ -321,8 +322,11 @@ static void break_ring(fx_ring *ring, int error) {
 /* Returns 0, or -errno when the kernel took nothing and no completion will come to try again. */
 static int flush(fx_ring *ring) {
   if (!ring->broken) start_ops(ring);
-  while (ring->todo.count && ring->prepared.count < FLUSH_ENTRIES && !ring->broken) {
-    if (!prepare(ring, ring->todo.items[ring->todo.first])) break;
+  uint64_t bytes = 0;
+  while (ring->todo.count && ring->prepared.count < FLUSH_ENTRIES && bytes < FLUSH_BYTES && !ring->broken) {
+    uint32_t number = ring->todo.items[ring->todo.first];
+    bytes += ring->ops[number].length;
+    if (!prepare(ring, number)) break;
     push(ring, &ring->prepared, pop(ring, &ring->todo));
   }
   if (ring->broken && ring->todo.count) break_ring(ring, ring->broken);

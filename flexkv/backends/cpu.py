@@ -185,9 +185,13 @@ class CpuBackend:
         error = lib.fx_crew_copy(completions.crew, *arguments, ticket.number)
         if error:
             completions.fail(ticket, error)
-        self._tickets = {other for other in self._tickets if other.done is None}
         self._tickets.add(ticket)
-        done = await ticket
+        try:
+            done = await ticket
+        except BaseException:  # the copy goes on without us
+            self._tickets = {other for other in self._tickets if other.done is None}
+            raise
+        self._tickets.discard(ticket)
         if done.failed:
             why = (
                 "the crew's queue is full"

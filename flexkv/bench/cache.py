@@ -8,23 +8,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import anyio
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
-from flexkv.config import FlexKVConfig
+from flexkv import FlexKVConfig, KVManager
 from flexkv.errors import TransferError
-from flexkv.manager import KVManager
 from flexkv.model import PAGE_BYTES, KVSpec
+from flexkv.transfer import Transfer
 
 LLAMA = KVSpec.uniform(layers=32, heads=8, head_size=128, dtype="bfloat16", tokens_per_block=16)
 
 Tokens = NDArray[np.int64]
+Verb = Callable[[Any, Any], Transfer]
 Blocks = NDArray[np.int64]  # device blocks
 
 
@@ -95,7 +97,7 @@ class OpenCache:
     """A manager and its device memory; every verb runs on the manager's loop and waits for it."""
 
     def __init__(self, portal: BlockingPortal, kv: KVManager, device: DeviceMemory) -> None:
-        self._portal, self.kv, self.device = portal, kv, device
+        self._portal, self._kv, self.device = portal, kv, device
         self._tokens_per_block = device.tokens_per_block
 
     @classmethod
@@ -118,51 +120,62 @@ class OpenCache:
         size = self._tokens_per_block
         return (blocks[:, None] * size + np.arange(size)).reshape(-1)
 
-    def _requests(
-        self, texts: Sequence[Tokens], blocks: Blocks
-    ) -> list[tuple[Tokens, NDArray[np.int64]]]:
-        """Pair each prompt with the slots of its share of the device blocks."""
-        shares = np.array_split(blocks, len(texts))
-        return [(text, self.slots(share)) for text, share in zip(texts, shares, strict=True)]
+    def put(self, *sets: Sequence[Tokens], blocks: Blocks, durable: bool = False) -> float:
+        """Put prompts from device blocks; return the seconds until all are stored.
 
-    def put(self, texts: Sequence[Tokens], blocks: Blocks, *, durable: bool = False) -> float:
-        """Put all prompts at once from device blocks; return the seconds until all are stored.
-
-        `durable` waits, off the clock, until the lowest tier has them.
+        Each set has a prompt per client; a client puts its prompt of one set after the other, from
+        its share of `blocks`. `durable` waits, off the clock, until the lowest tier has them.
         """
-        requests = self._requests(texts, blocks)
+        verb: Verb = self._kv.put_async
+        elapsed, transfers = self._portal.call(self._clients, verb, sets, blocks)
+        if durable:
+            self._portal.call(_all_durable, transfers)
+        return elapsed
 
-        async def work() -> float:
-            start = time.perf_counter()
-            transfers = [self.kv.put_async(*request) for request in requests]
-            for transfer in transfers:
-                await transfer
-            elapsed = time.perf_counter() - start
-            for transfer in transfers if durable else ():
-                await transfer.durable()
-            return elapsed
+    def get(self, *sets: Sequence[Tokens], blocks: Blocks, clients: int = 0) -> float:
+        """Get prompts into device blocks, by clients as in `put`; return the seconds it took.
 
-        return self._portal.call(work)
-
-    def get(self, texts: Sequence[Tokens], blocks: Blocks) -> float:
-        """Get all prompts at once into device blocks; return the seconds until all are there.
+        More `clients` than prompts share them, and the device blocks: the bytes are the same.
 
         Raises:
             TransferError: some of their tokens were not loaded.
         """
-        requests = self._requests(texts, blocks)
+        verb: Verb = self._kv.get_async
+        elapsed, transfers = self._portal.call(self._clients, verb, sets, blocks, clients)
+        loaded = sum(transfer.result().loaded for transfer in transfers)
+        wanted = sum(len(texts[0]) for texts in sets) * len(transfers) // len(sets)
+        if loaded != wanted:
+            raise TransferError(f"{wanted - loaded} tokens that were stored were not loaded")
+        return elapsed
 
-        async def work() -> float:
+    async def _clients(
+        self, verb: Verb, sets: Sequence[Sequence[Tokens]], blocks: Blocks, clients: int = 0
+    ) -> tuple[float, list[Transfer]]:
+        """Run the clients; return the seconds from when they may begin, and their transfers."""
+        transfers, begin = [], anyio.Event()
+        shares = np.array_split(blocks, len(sets[0]))
+
+        async def client(texts: Sequence[Tokens], slots: Tokens) -> None:
+            await begin.wait()
+            for text in texts:
+                transfer = verb(text, slots)
+                await transfer
+                transfers.append(transfer)
+
+        async with anyio.create_task_group() as group:
+            for number in range(clients or len(shares)):
+                number %= len(shares)
+                texts = [texts[number] for texts in sets]
+                group.start_soon(client, texts, self.slots(shares[number]))
+            await anyio.wait_all_tasks_blocked()
             start = time.perf_counter()
-            transfers = [self.kv.get_async(*request) for request in requests]
-            loaded = [(await transfer).loaded for transfer in transfers]
-            elapsed = time.perf_counter() - start
-            missing = sum(map(len, texts)) - sum(loaded)
-            if missing:
-                raise TransferError(f"{missing} tokens that were stored were not loaded")
-            return elapsed
+            begin.set()
+        return time.perf_counter() - start, transfers
 
-        return self._portal.call(work)
+    @property
+    def config(self) -> FlexKVConfig:
+        """The manager's settings."""
+        return self._kv.config
 
     def latencies(self, texts: Sequence[Tokens], samples: int) -> list[float]:
         """Get one prompt after the other into the first device blocks; return seconds of each."""
@@ -173,7 +186,7 @@ class OpenCache:
             for i in range(samples):
                 tokens = texts[i % len(texts)]
                 start = time.perf_counter()
-                await self.kv.get_async(tokens, slots)
+                await self._kv.get_async(tokens, slots)
                 times.append(time.perf_counter() - start)
             return times
 
@@ -190,9 +203,9 @@ class OpenCache:
             times: dict[str, list[float]] = {"match": [], "launch": []}
             for _ in range(samples):
                 start = time.perf_counter()
-                plan = self.kv.get_match(tokens)
+                plan = self._kv.get_match(tokens)
                 matched = time.perf_counter()
-                transfer = self.kv.launch(plan, slots)
+                transfer = self._kv.launch(plan, slots)
                 launched = time.perf_counter()
                 transfer.cancel()
                 await transfer.quiesced()
@@ -204,4 +217,9 @@ class OpenCache:
 
     def reset(self) -> None:
         """Forget every block of every tier."""
-        self._portal.call(self.kv.reset)
+        self._portal.call(self._kv.reset)
+
+
+async def _all_durable(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        await transfer.durable()

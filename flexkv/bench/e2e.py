@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,28 +17,27 @@ from typing import Any
 import numpy as np
 
 from flexkv.bench.cache import LLAMA, Blocks, DeviceMemory, OpenCache, Tokens, prompts
+from flexkv.bench.overhead import one_block
 from flexkv.bench.report import (
     Progress,
     Result,
     interleave,
     median,
-    percentile,
     ratio_of_pairs,
 )
 from flexkv.bench.yardsticks import (
     CopyLimit,
     Peer,
-    copy_block_seconds,
+    PeerError,
     disk_read_speed,
     find_lmcache,
 )
 from flexkv.errors import ConfigError
 from flexkv.model import KVSpec
 
-# 4 KiB a block: what is left is the manager's own time
-SMALL = KVSpec.uniform(layers=2, heads=2, head_size=16, dtype="bfloat16", tokens_per_block=16)
-_PLAN_TOKENS = 2048 * 16
 _GIGA = 1e9
+_LEAST_TOKENS = 128  # of a get; more clients than that makes prompts share them
+_ROUNDS = 3  # of every client, one after the other: as many requests are in flight all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ def run(
     finally:
         limit.close()
     steps.next("one block")
-    results.append(_one_block(spec, device, hits))
+    results.append(one_block(spec, device, hits))
     with (
         tempfile.TemporaryDirectory(dir=directory, prefix="flexkv-bench-") as path,
         _disk_cache(setup, device, Path(path), exactly) as cache,
@@ -160,17 +159,29 @@ class _Steps:
 
 def _host(setup: _Setup, cache: OpenCache, limit: CopyLimit, count: int) -> list[Result]:
     """Measure put and get of the host tier against plain copies of the same bytes."""
+    name = iter(range(1, 1 << 30))
     texts = setup.split(count)
-    _check_host(setup, cache, texts)
 
-    def put() -> float:
+    def put() -> float:  # new prompts: what is there has to go
+        sets = [setup.split(count, next(name)) for _ in range(_ROUNDS)]
+        return setup.speed(cache.put(*sets, blocks=setup.sources)) * _ROUNDS
+
+    most = min(count, max(1, setup.tokens // _LEAST_TOKENS))
+    blocks = len(setup.sources)
+    shared = setup.split(next(part for part in range(most, 0, -1) if blocks % part == 0))
+    passes = _ROUNDS * count / len(shared)
+
+    def get() -> float:
         cache.reset()
-        return setup.speed(cache.put(texts, setup.sources))
+        cache.put(shared, blocks=setup.sources)
+        seconds = cache.get(*[shared] * _ROUNDS, blocks=setup.targets, clients=count)
+        return setup.speed(seconds) * passes
 
+    _check_host(setup, cache, texts)
     actions: dict[str, Callable[[], float]] = {
         "put": put,
         "put_limit": lambda: limit.speed(to_device=False) / _GIGA,
-        "host_get": lambda: setup.speed(cache.get(texts, setup.targets)),
+        "host_get": get,
         "host_get_limit": lambda: limit.speed(to_device=True) / _GIGA,
     }
     samples = interleave(actions, setup.repeats)
@@ -182,9 +193,10 @@ def _host(setup: _Setup, cache: OpenCache, limit: CopyLimit, count: int) -> list
             limit=median(samples[f"{name}_limit"]),
             ratio=ratio_of_pairs(samples[name], samples[f"{name}_limit"]),
             samples=setup.repeats,
-            params=setup.params(count) | {"limit": "non-temporal copy"},
+            params=setup.params(count)
+            | {"limit": "non-temporal copy", "tokens_per_request": setup.tokens // prompts},
         )
-        for name in ("host_get", "put")
+        for name, prompts in (("host_get", len(shared)), ("put", count))
     ]
 
 
@@ -192,9 +204,9 @@ def _check_host(setup: _Setup, cache: OpenCache, texts: Sequence[Tokens]) -> Non
     """Fill the host tier with the prompts; make sure that the right bytes come back."""
     cache.reset()
     cache.device.fill()
-    cache.put(texts, setup.sources)
+    cache.put(texts, blocks=setup.sources)
     cache.device.wipe()
-    cache.get(texts, setup.targets)
+    cache.get(texts, blocks=setup.targets)
     cache.device.check(setup.sources, setup.targets)
 
 
@@ -219,7 +231,7 @@ class _Alternating:
         cache.reset()
         cache.device.fill()
         for texts in self._texts:
-            cache.put(texts, setup.sources, durable=True)
+            cache.put(texts, blocks=setup.sources, durable=True)
         cache.device.wipe()
         self.get()
         cache.device.check(setup.sources, setup.targets)
@@ -228,13 +240,13 @@ class _Alternating:
         """Get what is on disk only; return the seconds it took."""
         texts = self._texts[self._turn]
         self._turn ^= 1
-        return self._cache.get(texts, self._setup.targets)
+        return self._cache.get(texts, blocks=self._setup.targets)
 
 
 def _disk(setup: _Setup, cache: OpenCache, path: Path, count: int) -> Result:
     """Measure gets from the disk tier against fio reading as many bytes."""
     tier = _Alternating(setup, cache, count)
-    depth = max(1, cache.kv.config.disk_bytes_in_flight // setup.spec.stride_bytes)
+    depth = max(1, cache.config.disk_bytes_in_flight // setup.spec.stride_bytes)
 
     def fio() -> float:
         speed = disk_read_speed(path, setup.size_bytes, setup.spec.stride_bytes, depth)
@@ -266,75 +278,32 @@ def _against_lmcache(
         _check_host(setup, cache, texts)
 
         def get() -> float:
-            return cache.get(texts, setup.targets)
+            return cache.get(texts, blocks=setup.targets)
     else:
         directory.mkdir()
         get = _Alternating(setup, cache, 1).get
+    actions = {"ours": lambda: setup.speed(get())}
     params = setup.params(1)
-    if python is None:
-        speeds = [setup.speed(get()) for _ in range(setup.repeats)]
-        params["skipped"] = "no lmcache here: name an interpreter that has it (lmcache_python)"
-        value = median(speeds)
-        return Result(f"{name}_vs_lmcache", value, "GB/s", samples=setup.repeats, params=params)
-    with Peer.open(python, setup.spec, setup.tokens, setup.threads, directory) as peer:
-        samples = interleave(
-            {
-                "ours": lambda: setup.speed(get()),
-                "theirs": lambda: setup.speed(peer.retrieve()),
-            },
-            setup.repeats,
-        )
+    with ExitStack() as stack:
+        try:
+            if python is None:
+                raise PeerError("no lmcache here: name an interpreter that has it: lmcache_python=")
+            peer = stack.enter_context(
+                Peer.open(python, setup.spec, setup.tokens, setup.threads, directory)
+            )
+        except PeerError as error:
+            params["skipped"] = str(error)
+        else:
+            params |= {f"lmcache_{key}": value for key, value in peer.facts.items()}
+            actions["theirs"] = lambda: setup.speed(peer.retrieve())
+        samples = interleave(actions, setup.repeats)
+    theirs = samples.get("theirs")
     return Result(
         f"{name}_vs_lmcache",
         median(samples["ours"]),
         "GB/s",
-        peer=median(samples["theirs"]),
-        ratio=ratio_of_pairs(samples["ours"], samples["theirs"]),
+        peer=median(theirs) if theirs else None,
+        ratio=ratio_of_pairs(samples["ours"], theirs) if theirs else None,
         samples=setup.repeats,
-        params=params | {f"lmcache_{key}": value for key, value in peer.facts.items()},
+        params=params,
     )
-
-
-def _one_block(spec: KVSpec, device: DeviceMemory, hits: int) -> Result:
-    """Measure what a get of one block costs beyond its copy, and what planning a long one costs."""
-    copy_us = median(copy_block_seconds(spec, device, hits)) * 1e6
-    large = _hits(spec, device, hits)
-    blocks = _PLAN_TOKENS // SMALL.tokens_per_block
-    small_device = DeviceMemory(SMALL, blocks)
-    small = _hits(SMALL, small_device, hits)
-    params: dict[str, Any] = {"p99_us": percentile(small, 99) * 1e6, "block_bytes": 4096}
-    params |= {
-        f"p{percent}_{spec.block_bytes}_byte_block_us": percentile(large, percent) * 1e6
-        for percent in (50, 99)
-    }
-    params["its_bare_copy_us"] = copy_us
-    params["it_without_copy_p50_us"] = percentile(large, 50) * 1e6 - copy_us
-    try:
-        fast = _hits(SMALL, small_device, hits, uvloop=True)
-        params |= {f"uvloop_p{percent}_us": percentile(fast, percent) * 1e6 for percent in (50, 99)}
-    except ImportError:
-        params["uvloop_p50_us"] = None
-    memory = blocks * SMALL.stride_bytes
-    with OpenCache.open(SMALL, small_device, host_cache_bytes=memory) as cache:
-        (text,) = prompts(1, _PLAN_TOKENS)
-        cache.put([text], np.arange(blocks))
-        for verb, times in cache.time_plans(text, max(1, hits // 10)).items():
-            params[f"plan_2048_blocks_{verb}_p50_us"] = percentile(times, 50) * 1e6
-    return Result(
-        "host_hit_one_block", percentile(small, 50) * 1e6, "us", samples=hits, params=params
-    )
-
-
-def _hits(spec: KVSpec, device: DeviceMemory, hits: int, *, uvloop: bool = False) -> list[float]:
-    """Return the seconds of gets of one block each, from a host tier of 64 blocks."""
-    count = min(64, device.blocks)
-    texts, blocks = prompts(count, spec.tokens_per_block), np.arange(count)
-    memory = count * spec.stride_bytes
-    with OpenCache.open(spec, device, uvloop=uvloop, host_cache_bytes=memory) as cache:
-        device.fill()
-        cache.put(texts, blocks)
-        device.wipe()
-        cache.get(texts, blocks[::-1])
-        device.check(blocks, blocks[::-1])
-        cache.latencies(texts, max(1, hits // 10))
-        return cache.latencies(texts, hits)

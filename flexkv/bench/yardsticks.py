@@ -135,6 +135,10 @@ def find_lmcache(python: str | Path | None) -> str | None:
     return sys.executable if importlib.util.find_spec("lmcache") else None
 
 
+class PeerError(FlexKVError):
+    """The peer cannot be measured."""
+
+
 class Peer:
     """LMCache in a process of its own, holding one prompt; see `peer_lmcache`."""
 
@@ -147,7 +151,11 @@ class Peer:
     def open(
         cls, python: str, spec: KVSpec, tokens: int, threads: int, directory: Path | None
     ) -> Iterator[Peer]:
-        """Start it, store a prompt in memory or in `directory`, check that it comes back whole."""
+        """Start it, store a prompt in memory or in `directory`, check that it comes back whole.
+
+        Raises:
+            PeerError: the interpreter cannot be started, has no lmcache, or that failed.
+        """
         group = spec.groups[0]
         shape = {
             "layers": spec.layers,
@@ -157,14 +165,18 @@ class Peer:
         }
         place = "" if directory is None else str(directory.resolve())
         script = Path(__file__).with_name("peer_lmcache.py")
-        with subprocess.Popen(
-            [python, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
-        ) as process:
+        try:
+            started = subprocess.Popen(
+                [python, "-I", str(script)],  # -I: its neighbours here are no modules of its own
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                bufsize=1,
+            )
+        except OSError as error:
+            raise PeerError(f"{python} cannot be started: {error}") from error
+        with started as process:
             peer = cls(process)
             try:
                 order = {"tokens": tokens, "threads": threads, "dir": place, "shape": shape}
@@ -180,9 +192,12 @@ class Peer:
     def _ask(self, verb: str, **order: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": verb, **order}) + "\n")
-        line = self._process.stdout.readline()
+        try:
+            self._process.stdin.write(json.dumps({"do": verb, **order}) + "\n")
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
         answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended"}
         if "error" in answer:
-            raise FlexKVError(f"LMCache could not {verb}: {answer['error']}")
+            raise PeerError(f"LMCache could not {verb}: {answer['error']}")
         return answer

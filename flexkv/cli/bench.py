@@ -31,6 +31,10 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[NAME=VALUE]...", help="Options of this benchmark, such as repeats=3."),
 ]
+LMCache = Annotated[
+    Path | None,
+    typer.Option("--lmcache-python", help="Interpreter that has lmcache; default: this one."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Directory whose file system is measured.")]
 
@@ -63,12 +67,18 @@ def disk(settings: Settings = None, directory: Dir = None, as_json: Json = False
 
 
 @app.command()
-def e2e(settings: Settings = None, directory: Dir = None, as_json: Json = False) -> None:
-    """Put and get through a whole manager, one request and many at once.
+def e2e(
+    settings: Settings = None,
+    directory: Dir = None,
+    as_json: Json = False,
+    lmcache_python: LMCache = None,
+) -> None:
+    """Put and get through a whole manager, one request and many at once, next to LMCache.
 
-    Example: [bold]flexkv bench e2e --dir /mnt/nvme --json[/bold]
+    Example: [bold]flexkv bench e2e --dir /mnt/nvme requests=1,64 tokens=8192 --json[/bold]
     """
-    _run("e2e", settings, directory, as_json)
+    words = [] if lmcache_python is None else [f"lmcache_python={lmcache_python}"]
+    _run("e2e", [*(settings or []), *words], directory, as_json)
 
 
 def _run(name: str, settings: list[str] | None, directory: Path | None, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def demo(
     json_output: bool = typer.Option(
         False, "--json", help="Print the report as JSON; the last line goes to stderr."
     ),
-    document_tokens: int = typer.Option(6144, min=64, help="Length of the shared document."),
+    document_tokens: int = typer.Option(7168, min=64, help="Length of the shared document."),
     chat_tokens: int = typer.Option(1024, min=64, help="Length of the chat's system prompt."),
     answer_tokens: int = typer.Option(16, min=1, help="Length of an answer."),
     cache_home: Path = typer.Option(
@@ -72,11 +73,12 @@ def demo(
 
     Example: flexkv demo --out /tmp/demo
     """
-    try:
-        work = importlib.import_module("flexkv.integration.transformers.demo")
-        judge = importlib.import_module("flexkv.integration.transformers.demo_report")
-    except ImportError as error:
-        _end(f"demo: failed {error}; pip install 'flexkv[transformers,plots]'", json_output, 1)
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        hint = "pip install 'flexkv[transformers,plots]'"
+        _end(f"demo: failed {' and '.join(missing)} not installed; {hint}", json_output, 1)
+    work = importlib.import_module("flexkv.integration.transformers.demo")
+    judge = importlib.import_module("flexkv.integration.transformers.demo_report")
     options = work.Options(
         out_dir=out,
         model=model,
@@ -101,6 +103,8 @@ def demo(
         print(json.dumps(report))
     else:
         console.print(table(report))
+        fetched = report["ways"]["ssd"]["disk_read_bytes"] / 1e6
+        console.print(f"fetched from storage devices for the users' SSD hits: {fetched:,.0f} MB")
         console.print(f"report: {target}   chart: {report['chart'] or 'needs matplotlib'}")
     _end(judge.verdict(report), json_output, 0 if report["ok"] else 1)
 

@@ -45,9 +45,9 @@ def expected(times: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
         ("flexkv_refused_puts_total", ()): 0,
         ("flexkv_timed_out_transfers_total", ()): 0,
     }
-    once[
-        ("flexkv_transfer_bytes_total", (("source", "device"), ("target", "host")))
-    ] = 12 * SPEC.block_bytes
+    once[("flexkv_transfer_bytes_total", (("source", "device"), ("target", "host")))] = (
+        12 * SPEC.block_bytes
+    )
     del once[("flexkv_timed_out_transfers_total", ())]
     return {series: times * count for series, count in once.items()}
 
@@ -94,9 +94,7 @@ async def test_d12_two_managers_at_once_are_added_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "refused"])
-async def test_d12_what_did_not_happen_is_not_counted_as_done(
-    tmp_path: Path, outcome: str
-) -> None:
+async def test_d12_what_did_not_happen_is_not_counted_as_done(tmp_path: Path, outcome: str) -> None:
     registry = CollectorRegistry()
     async with open_rig(tmp_path) as rig:
         expose(registry, rig.kv.telemetry)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexkv.integration.transformers.forward import use_grouped_attention
-    from flexkv.integration.transformers.lanes import LaneCache, Lanes, kv_spec
     from flexkv.integration.transformers.reuse import Generation, PrefixReuse, Restored, config_for
+    from flexkv.integration.transformers.seats import SeatCache, Seats, kv_spec
     from flexkv.integration.transformers.weights import fingerprint, load_model
 
 __all__ = [
     "Generation",
-    "LaneCache",
-    "Lanes",
     "PrefixReuse",
     "Restored",
+    "SeatCache",
+    "Seats",
     "config_for",
     "fingerprint",
     "kv_spec",
@@ -29,8 +29,8 @@ __all__ = [
 ]
 _HOMES = {
     "forward": ("use_grouped_attention",),
-    "lanes": ("LaneCache", "Lanes", "kv_spec"),
     "reuse": ("Generation", "PrefixReuse", "Restored", "config_for"),
+    "seats": ("SeatCache", "Seats", "kv_spec"),
     "weights": ("fingerprint", "load_model"),
 }
 

@@ -44,7 +44,7 @@ class Options:
     out_dir: Path
     model: Path | None = None
     cache_dir: Path | None = None
-    document_tokens: int = 6144
+    document_tokens: int = 7168
     chat_tokens: int = 1024
     answer_tokens: int = 16
     silence_s: float = 180.0

@@ -99,7 +99,7 @@ class Settings:
     disk_dir: str
     model: str | None = None
     cache_dir: str | None = None
-    document_tokens: int = 6144
+    document_tokens: int = 7168
     chat_tokens: int = 1024
     answer_tokens: int = 16
     tokens_per_block: int = 16

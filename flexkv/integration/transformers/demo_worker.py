@@ -111,7 +111,7 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def open(self, config: FlexKVConfig) -> AsyncIterator[PrefixReuse]:
-        """Open flexkv with empty host memory and one lane."""
+        """Open flexkv with empty host memory and one seat."""
         async with KVManager(config) as kv:
             room = len(self.prompts.shared) + self.settings.answer_tokens + 128
             yield PrefixReuse(self.model, kv, max_tokens=room, requests=1)

@@ -9,6 +9,7 @@ never waits for them.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 from flexkv.config import FlexKVConfig
 from flexkv.errors import CapacityError, InputError, TransferError
 from flexkv.integration.transformers.forward import run_model
-from flexkv.integration.transformers.lanes import LaneCache, Lanes, fill, kv_spec
+from flexkv.integration.transformers.seats import Seat, SeatCache, Seats, fill, kv_spec
 from flexkv.integration.transformers.weights import fingerprint
 from flexkv.manager import KVManager
 from flexkv.transfer import GetResult, PutResult, Transfer
@@ -53,7 +54,7 @@ class Restored:
     is given back, whatever still reads it.
     """
 
-    def __init__(self, reuse: PrefixReuse, cache: LaneCache, result: GetResult) -> None:
+    def __init__(self, reuse: PrefixReuse, cache: SeatCache, result: GetResult) -> None:
         self.cache, self.result = cache, result
         self.tokens = result.loaded
         self._reuse: PrefixReuse | None = reuse
@@ -61,7 +62,7 @@ class Restored:
     def release(self) -> None:
         """Give the memory back; calling it again does nothing."""
         if self._reuse is not None:
-            self._reuse.lanes.release(self.cache.lane)
+            self._reuse.seats.release(self.cache.seat)
             self._reuse = None
 
     def __enter__(self) -> Self:
@@ -100,9 +101,9 @@ class PrefixReuse:
     ) -> None:
         self.model, self.kv = model, kv
         spec = kv_spec(model, tokens_per_block=kv.tokens_per_block)
-        self.lanes = Lanes(spec, max_tokens, requests, model.device)
+        self.seats = Seats(spec, max_tokens, requests, model.device)
         self._forwards = anyio.CapacityLimiter(forwards)
-        kv.register(self.lanes.tensors, axes=self.lanes.axes)
+        kv.register(self.seats.tensors, axes=self.seats.axes)
 
     async def restore(self, tokens: Sequence[int], *, namespace: Namespace = None) -> Restored:
         """Bring back the longest known prefix of a prompt; at least its last token stays to be
@@ -112,22 +113,33 @@ class PrefixReuse:
             InputError: no tokens, or more than `max_tokens`.
         """
         self._check(tokens, 0)
-        lane = await self.lanes.acquire()
+        seat = await self.seats.acquire()
         try:
-            result = GetResult(0, 0)
-            plan = self.kv.get_match(tokens, namespace=namespace, leave_tokens=1)
-            if plan.matched:
-                fetch = self.kv.launch(plan, lane.slots)
-                lane.transfers.append(fetch)
-                try:
-                    result = await fetch
-                except BaseException:
-                    fetch.cancel()
-                    raise
-            return Restored(self, LaneCache(lane, result.loaded), result)
+            result = await self._fetch(tokens, seat, namespace)
         except BaseException:
-            self.lanes.release(lane)
+            self.seats.release(seat)
             raise
+        if result.timed_out:
+            # Bytes may still land in this seat: give it back and compute in another one.
+            self.seats.release(seat)
+            seat = await self.seats.acquire()
+            result = replace(result, loaded=0)
+        return Restored(self, SeatCache(seat, result.loaded), result)
+
+    async def _fetch(self, tokens: Sequence[int], seat: Seat, namespace: Namespace) -> GetResult:
+        plan = self.kv.get_match(tokens, namespace=namespace, leave_tokens=1)
+        if not plan.matched:
+            return GetResult(0, 0)
+        fetch = self.kv.launch(plan, seat.slots)
+        seat.transfers.append(fetch)
+        try:
+            result: GetResult = await fetch
+            if not result.timed_out:
+                await fetch.quiesced()
+        except BaseException:
+            fetch.cancel()
+            raise
+        return result
 
     async def store(
         self, tokens: Sequence[int], cache: Cache, *, namespace: Namespace = None
@@ -142,19 +154,20 @@ class PrefixReuse:
             CapacityError: the host tier cannot take them; nothing was stored.
         """
         tokens = tokens[: int(cache.get_seq_length())]
-        if isinstance(cache, LaneCache):
+        if isinstance(cache, SeatCache):
+            cache.check()
             stored: PutResult = await self._put(tokens, cache, namespace)
             return stored
         self._check(tokens, 0)
-        lane = await self.lanes.acquire()
+        seat = await self.seats.acquire()
         try:
             layers = [(layer.keys, layer.values) for layer in cache.layers]
-            copy = LaneCache(lane, len(tokens))
-            await self._compute(copy, partial(fill, lane, layers, len(tokens)))
+            copy = SeatCache(seat, len(tokens))
+            await self._compute(copy, partial(fill, seat, layers, len(tokens)))
             stored = await self._put(tokens, copy, namespace)
             return stored
         finally:
-            self.lanes.release(lane)
+            self.seats.release(seat)
 
     def generate(
         self,
@@ -191,27 +204,24 @@ class PrefixReuse:
             )
         )
 
-    async def _compute(self, cache: LaneCache, work: partial[Any]) -> Any:
-        lane, owner = cache.lane, cache.lane.owner
-
+    async def _compute(self, cache: SeatCache, work: partial[Any]) -> Any:
         def step() -> Any:
-            with lane.lock:
-                if owner is None or lane.owner is not owner:
-                    raise InputError("this cache was given back already; restore again")
+            with cache.seat.lock:
+                cache.check()
                 return work()
 
         return await to_thread.run_sync(step, limiter=self._forwards)
 
-    def _put(self, tokens: Sequence[int], cache: LaneCache, namespace: Namespace) -> Transfer:
-        put = self.kv.put_async(tokens, cache.lane.slots, namespace=namespace)
-        cache.lane.transfers.append(put)
+    def _put(self, tokens: Sequence[int], cache: SeatCache, namespace: Namespace) -> Transfer:
+        put = self.kv.put_async(tokens, cache.seat.slots, namespace=namespace)
+        cache.seat.transfers.append(put)
         return put
 
     def _check(self, tokens: Sequence[int], new_tokens: int) -> None:
-        if len(tokens) == 0 or len(tokens) + new_tokens > self.lanes.max_tokens:
+        if len(tokens) == 0 or len(tokens) + new_tokens > self.seats.max_tokens:
             raise InputError(
                 f"a request of {len(tokens)} tokens and {new_tokens} new ones does not fit: 1 to "
-                f"{self.lanes.max_tokens} in all; raise max_tokens"
+                f"{self.seats.max_tokens} in all; raise max_tokens"
             )
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -94,11 +94,13 @@ def _smollm2(cache_dir: Path) -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+    # Before transformers 5 there was no such setting, and weights always came out dense.
+    dense = getattr(transformers, "GgufConfig", None)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
         dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
+        **({} if dense is None else {"quantization_config": dense(dequantize=True)}),
         **options,
     )
     tokenizer.save_pretrained(target)

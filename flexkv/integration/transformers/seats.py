@@ -1,21 +1,21 @@
-"""Lanes: the KV memory of a transformers model, laid out so that flexkv restores in place.
+"""Seats: the KV memory of a transformers model, laid out so that flexkv restores in place.
 
-`kv_spec` (what a block of this model holds) - `Lanes.acquire`, `Lane.release` (one lane per
-request) - `LaneCache` (the lane as a transformers Cache).
+`kv_spec` (what a block of this model holds) - `Seats.acquire`, `Seats.release` (one seat per
+request) - `SeatCache` (the seat as a transformers Cache).
 
-Layout: one tensor [part, head, lane x block, token, element] per layer. A lane's blocks follow each
+Layout: one tensor [part, head, seat x block, token, element] per layer. A seat's blocks follow each
     other, so its
 first n tokens are one strided view [1, head, n, element], exactly what attention reads: a restored
 block needs no second copy, a new token is written behind the last one, and nothing is concatenated
 while decoding. A block moves in segments of tokens_per_block x element (4 KiB for 16 tokens of 64
-fp32). Measured on SmolLM2-135M with 3,072 tokens (2 cores): one decode step takes 42 ms on a lane,
+fp32). Measured on SmolLM2-135M with 3,072 tokens (2 cores): one decode step takes 42 ms on a seat,
 50 ms on a DynamicCache, which copies the whole cache.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,8 +68,8 @@ def kv_spec(model: PreTrainedModel, *, tokens_per_block: int = 16) -> KVSpec:
     )
 
 
-class LaneLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of a lane: `keys` and `values` are views [1, heads, tokens, head_size] that grow in
+class SeatLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of a seat: `keys` and `values` are views [1, heads, tokens, head_size] that grow in
     place.
     """
 
@@ -89,13 +89,13 @@ class LaneLayer(DynamicLayer):  # type: ignore[misc]
         """Write the new tokens behind the old ones; return views of all of them.
 
         Raises:
-            InputError: more tokens than a lane holds, or more than one sequence.
+            InputError: more tokens than a seat holds, or more than one sequence.
         """
         start = self.keys.shape[-2]
         end = start + key_states.shape[-2]
         if key_states.shape[0] != 1 or end > self.room[0].shape[-2]:
             raise InputError(
-                f"a lane holds one sequence of {self.room[0].shape[-2]} tokens, not "
+                f"a seat holds one sequence of {self.room[0].shape[-2]} tokens, not "
                 f"{key_states.shape[0]} of {end}; raise max_tokens"
             )
         for room, states in zip(self.room, (key_states, value_states), strict=True):
@@ -108,18 +108,23 @@ class LaneLayer(DynamicLayer):  # type: ignore[misc]
         self._show(0)
 
 
-class LaneCache(Cache):  # type: ignore[misc]
-    """A transformers Cache over a lane's memory; valid until the lane is released."""
+class SeatCache(Cache):  # type: ignore[misc]
+    """A transformers Cache over a seat's memory; valid until the seat is released."""
 
-    def __init__(self, lane: Lane, tokens: int) -> None:
-        self.lane = lane
-        super().__init__(layers=[LaneLayer(keys, values, tokens) for keys, values in lane.rooms])
+    def __init__(self, seat: Seat, tokens: int) -> None:
+        self.seat, self.owner = seat, seat.owner
+        super().__init__(layers=[SeatLayer(keys, values, tokens) for keys, values in seat.rooms])
+
+    def check(self) -> None:
+        """Raise InputError if the seat was given back: its memory may be another request's now."""
+        if self.owner is None or self.seat.owner is not self.owner:
+            raise InputError("this cache was given back already; restore again")
 
 
-class Lane:
+class Seat:
     """Room for one request's tokens, with the device slots that flexkv knows them by.
 
-    `slots[i]` is the slot of token i. `lock` is held by the thread that computes in the lane;
+    `slots[i]` is the slot of token i. `lock` is held by the thread that computes in the seat;
     `owner` changes with every request, so a step that starts late finds that it came too late.
     `transfers` may still touch the memory.
     """
@@ -147,8 +152,8 @@ class Lane:
             pass
 
 
-class Lanes:
-    """The engine-side KV memory: `requests` lanes of `max_tokens` tokens, registered with flexkv
+class Seats:
+    """The engine-side KV memory: `requests` seats of `max_tokens` tokens, registered with flexkv
     once.
 
     `tensors[layer]` has the shape [parts, heads, blocks, tokens_per_block, head_size] (axes
@@ -161,53 +166,54 @@ class Lanes:
         size = spec.tokens_per_block
         if max_tokens < size or requests < 1:
             raise InputError(f"max_tokens must be at least {size} and requests at least 1")
-        self.blocks_per_lane = -(-max_tokens // size)
-        self.max_tokens = self.blocks_per_lane * size
-        blocks = requests * self.blocks_per_lane
+        self.blocks_per_seat = -(-max_tokens // size)
+        self.max_tokens = self.blocks_per_seat * size
+        blocks = requests * self.blocks_per_seat
         self.tensors: list[torch.Tensor] = []
         for layer in range(spec.layers):
             group = spec.group_of(layer)
             shape = (group.parts, group.heads, blocks, size, group.head_size)
             dtype = getattr(torch, group.dtype)
             self.tensors.append(torch.zeros(shape, dtype=dtype, device=device).fill_(0))
-        self._free = [self._lane(number) for number in reversed(range(requests))]
+        # First in, first out: a seat that was given back with work still under way waits longest.
+        self._free = deque(self._seat(number) for number in range(requests))
         self._room = anyio.Semaphore(requests)
 
-    def _lane(self, number: int) -> Lane:
-        first = number * self.blocks_per_lane
+    def _seat(self, number: int) -> Seat:
+        first = number * self.blocks_per_seat
         rooms = []
         for tensor in self.tensors:
             parts, heads, _, _, head_size = tensor.shape
-            mine = tensor[:, :, first : first + self.blocks_per_lane]
+            mine = tensor[:, :, first : first + self.blocks_per_seat]
             room = mine.view(parts, heads, self.max_tokens, head_size)
             rooms.append((room[0:1], room[1:2]))
         start = number * self.max_tokens
-        return Lane(rooms, np.arange(start, start + self.max_tokens, dtype=np.int64))
+        return Seat(rooms, np.arange(start, start + self.max_tokens, dtype=np.int64))
 
-    async def acquire(self) -> Lane:
-        """Take a lane, once one is free and nothing of its last request touches it any more."""
+    async def acquire(self) -> Seat:
+        """Take a seat, once one is free and nothing of its last request touches it any more."""
         await self._room.acquire()
-        lane = self._free.pop()
+        seat = self._free.popleft()
         try:
-            await lane.settled()
+            await seat.settled()
         except BaseException:
-            self.release(lane)
+            self.release(seat)
             raise
-        lane.owner = object()
-        return lane
+        seat.owner = object()
+        return seat
 
-    def release(self, lane: Lane) -> None:
-        """Give a lane back, whatever is still under way in it."""
-        lane.owner = None
-        self._free.append(lane)
+    def release(self, seat: Seat) -> None:
+        """Give a seat back, whatever is still under way in it."""
+        seat.owner = None
+        self._free.append(seat)
         self._room.release()
 
 
-def fill(lane: Lane, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
+def fill(seat: Seat, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
     """Copy the first `tokens` tokens of a cache's layers (keys, values: [1, heads, n, head_size])
-    into a lane.
+    into a seat.
     """
     with torch.inference_mode():
-        for room, states in zip(lane.rooms, layers, strict=True):
+        for room, states in zip(seat.rooms, layers, strict=True):
             for target, source in zip(room, states, strict=True):
                 target[:, :, :tokens] = source[:, :, :tokens]
