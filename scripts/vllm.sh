@@ -4,7 +4,7 @@
 
 vllm_version=${VLLM_VERSION:-0.32.0}
 vllm_cache=${XDG_CACHE_HOME:-$HOME/.cache}/flexkv/vllm-$vllm_version
-vllm_venv=.venv-vllm
+vllm_venv=.venv-vllm-$vllm_version
 
 # vLLM itself: 3.5 GB, a minute or two, shared by all checkouts of the project.
 install_vllm() {

@@ -61,11 +61,15 @@ def ask(llm: Any, tokens: list[int], count: int = 1) -> tuple[float, int, list[i
     return seconds, output.num_cached_tokens, list(output.outputs[0].token_ids)
 
 
+def rest(llm: Any) -> None:
+    """Step until the saves of finished requests are over, too."""
+    while llm.llm_engine.engine_core.engine_core.scheduler.has_requests():
+        llm.llm_engine.step()
+
+
 def empty(llm: Any) -> None:
-    """Empty vLLM's own prefix cache, once the saves have let go of its blocks."""
-    engine = llm.llm_engine
-    while engine.engine_core.engine_core.scheduler.has_requests():
-        engine.step()
+    """Empty vLLM's own prefix cache."""
+    rest(llm)
     assert llm.reset_prefix_cache()
 
 
@@ -91,6 +95,7 @@ def first_life(options: argparse.Namespace) -> dict[str, list[float]]:
         for way, tokens in zip(ways, (first, first, second, first, third), strict=True):
             if way.startswith("host"):
                 empty(llm)
+            rest(llm)
             seconds, cached, _ = ask(llm, tokens)
             assert (cached >= options.shared) == (way != "cold"), (way, cached)
             times[way].append(seconds)

@@ -2,7 +2,7 @@
 
 `matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `reset`, `close`.
 
-vLLM's thread only asks for matches and waits for the answer; everything else is posted to the
+vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
 manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
 save that was started is reported exactly once, when none of its bytes can move any more.
 """
@@ -85,7 +85,7 @@ class SchedulerSide:
             self._drop_plan(state)
             tokens = self._tokens(request, state)
             try:
-                plan = self.kv.call(self._match, tokens, state.namespace, computed)
+                plan = self.kv.visit(self._match, tokens, state.namespace, computed)
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
