@@ -1,8 +1,8 @@
 """flexkv for callers without an event loop: one loop thread behind plain blocking calls.
 
 `BlockingKVManager` has KVManager's verbs; each call runs on the loop thread and returns when it is
-answered; `post` does not wait, `visit` makes a call while the loop rests. `BlockingTransfer` wraps a handle: `result`, `done`, `durable`,
-`cancel`, `quiesced`.
+answered; `post` does not wait, `visit` makes a call while the loop rests. `BlockingTransfer` wraps
+a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
 """
 
 from __future__ import annotations
