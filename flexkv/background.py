@@ -1,14 +1,16 @@
 """Work that nobody waits for: spilling blocks to lower tiers, and making stores forget.
 
-`Spiller.offer`, `Spiller.run` (a bounded loop in the manager's task group), `Spiller.drained`,
-`Spiller.pending`; `Discarder.run`, `Discarder.drained`. Spill is best effort: under load the oldest
-offers are dropped and counted.
+`Spiller.offer`, `Spiller.run` (a bounded loop in the manager's task group), `Spiller.pending`,
+`Spiller.reached`; `Discarder.run`; both have `drained` (nothing is left to do) and `caught_up`
+(what was there when it was asked is done). Spill is best effort: under load the oldest offers are
+dropped and counted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +24,14 @@ from flexkv.telemetry import Telemetry, log
 from flexkv.waiting import Signal
 
 _ATTEMPTS = 3  # writes of a block that fail in a row before it is given up
+
+
+class _Offer(NamedTuple):
+    """Blocks for the lower tiers, and the wave they belong to."""
+
+    blocks: BlockIds
+    keys: KeyArray
+    wave: int
 
 
 class Spiller:
@@ -40,7 +50,9 @@ class Spiller:
         self._planner, self._engine, self._telemetry = planner, engine, telemetry
         self._queue_blocks, self._batch_blocks = queue_blocks, max(1, batch_blocks)
         self.workers = batches_in_flight
-        self._queue: deque[tuple[BlockIds, KeyArray]] = deque()
+        self._queue: deque[_Offer] = deque()
+        self._wave = 0  # offers before and after a `caught_up` are told apart by it
+        self._outstanding: Counter[int] = Counter()  # blocks of a wave not yet dealt with
         self._queued_blocks = 0
         self._pending = planner.ledger.offers  # of a block, not yet dealt with
         self._failures = np.zeros(planner.ledger.max_blocks, np.uint8)  # of a block, in a row
@@ -61,29 +73,36 @@ class Spiller:
 
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
-        self._queue.append((blocks, keys))
-        self._queued_blocks += len(blocks)
-        self._pending[blocks] += 1
+        self._enqueue(_Offer(blocks, keys, self._wave))
+
+    def _enqueue(self, offer: _Offer) -> None:
+        self._queue.append(offer)
+        self._queued_blocks += len(offer.blocks)
+        self._pending[offer.blocks] += 1
+        self._outstanding[offer.wave] += len(offer.blocks)
         while self._queued_blocks > self._queue_blocks and len(self._queue) > 1:
-            dropped = self._take(self._batch_blocks)[0]
+            dropped = self._take(self._batch_blocks)
             self._settle(dropped)
-            self._telemetry.add("dropped_blocks", len(dropped), work="spill")
+            self._telemetry.add("dropped_blocks", len(dropped.blocks), work="spill")
         self._work.raise_()
 
     def pending(self, blocks: BlockIds) -> BoolArray:
         """Which blocks are queued or being written."""
         return self._pending[blocks] > 0
 
-    def _take(self, limit: int) -> tuple[BlockIds, KeyArray]:
-        blocks, keys = self._queue.popleft()
+    def _take(self, limit: int) -> _Offer:
+        blocks, keys, wave = self._queue.popleft()
         if len(blocks) > limit:
-            self._queue.appendleft((blocks[limit:], keys[limit:]))
+            self._queue.appendleft(_Offer(blocks[limit:], keys[limit:], wave))
             blocks, keys = blocks[:limit], keys[:limit]
         self._queued_blocks -= len(blocks)
-        return blocks, keys
+        return _Offer(blocks, keys, wave)
 
-    def _settle(self, blocks: BlockIds) -> None:
-        self._pending[blocks] -= 1
+    def _settle(self, offer: _Offer) -> None:
+        self._pending[offer.blocks] -= 1
+        self._outstanding[offer.wave] -= len(offer.blocks)
+        if self._outstanding[offer.wave] <= 0:
+            del self._outstanding[offer.wave]
         self.progress.raise_()
 
     async def run(self) -> None:
@@ -93,16 +112,16 @@ class Spiller:
         while True:
             while not self._queue:
                 await self._work.wait()
-            blocks, keys = self._take(self._batch_blocks)
+            offer = self._take(self._batch_blocks)
             self._active += 1
             try:
-                await self._spill(blocks, keys)
+                await self._spill(offer)
             finally:
                 self._active -= 1
-                self._settle(blocks)
+                self._settle(offer)
 
-    async def _spill(self, blocks: BlockIds, keys: KeyArray) -> None:
-        graph, dropped = self._planner.plan_spill(blocks, keys)
+    async def _spill(self, offer: _Offer) -> None:
+        graph, dropped = self._planner.plan_spill(offer.blocks, offer.keys)
         if dropped:
             self._telemetry.add("dropped_blocks", dropped, work="spill")
         if graph is None:
@@ -113,15 +132,16 @@ class Spiller:
         self._failures[graph.blocks[run.alive]] = 0
         if not run.alive.all():
             log.warning("spill.failed", blocks=int(np.count_nonzero(~run.alive)), goal=graph.goal)
-            self._try_again(graph.blocks[~run.alive], graph.keys[~run.alive])
+            self._try_again(_Offer(graph.blocks[~run.alive], graph.keys[~run.alive], offer.wave))
 
-    def _try_again(self, blocks: BlockIds, keys: KeyArray) -> None:
+    def _try_again(self, offer: _Offer) -> None:
         """Offer blocks whose write failed once more, a few times in a row at most."""
+        blocks, keys, wave = offer
         self._failures[blocks] += 1
         again = self._failures[blocks] < _ATTEMPTS
         self._failures[blocks[~again]] = 0
         if again.any():
-            self.offer(blocks[again], keys[again])
+            self._enqueue(_Offer(blocks[again], keys[again], wave))
 
     async def reached(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Wait until the lowest tier holds the blocks; with spill="on_evict" bring them there.
@@ -161,6 +181,12 @@ class Spiller:
         while self.busy and not self._stopped:
             await self.progress.wait()
 
+    async def caught_up(self) -> None:
+        """Wait until what has been offered by now was written or given up."""
+        wave, self._wave = self._wave, self._wave + 1
+        while any(other <= wave for other in self._outstanding) and not self._stopped:
+            await self.progress.wait()
+
 
 class Discarder:
     """Makes stores forget slots, then gives the slots back to their pools."""
@@ -169,6 +195,7 @@ class Discarder:
         self._ledger, self._stores = ledger, stores
         self._work, self._idle = Signal(), Signal()
         self._active = 0
+        self._rounds = 0  # batches dealt with
         self._stopped = False
 
     def stop(self) -> None:
@@ -193,6 +220,8 @@ class Discarder:
             for discard in batch:
                 await self._discard(discard)
             self._active = 0
+            self._rounds += 1
+            self._idle.raise_()
 
     async def _discard(self, discard: Discard) -> None:
         store = self._stores[discard.tier.name]
@@ -212,5 +241,12 @@ class Discarder:
     async def drained(self) -> None:
         """Wait until there is nothing to forget."""
         while (self._ledger.discards or self._active) and not self._stopped:
+            self._work.raise_()
+            await self._idle.wait()
+
+    async def caught_up(self) -> None:
+        """Wait until what is to be forgotten by now is forgotten."""
+        rounds = self._rounds + bool(self._active) + bool(self._ledger.discards)
+        while self._rounds < rounds and not self._stopped:
             self._work.raise_()
             await self._idle.wait()

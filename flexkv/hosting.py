@@ -45,7 +45,7 @@ class Host:
         self.opened, self._stop, self.closed = anyio.Event(), anyio.Event(), anyio.Event()
         self._closing = self._cut_short = False
         self.resetting = False
-        self._saving = 0
+        self._saves: set[Run] = set()
         self._ended = Signal()
         self.transfers: set[Transfer] = set()
         self._deadlines: Deadlines[Request]
@@ -168,7 +168,7 @@ class Host:
             )
 
     async def _settle(self, stack: Stack) -> None:
-        while self.transfers or self._saving:
+        while self.transfers or self._saves:
             await self._ended.wait()
         await stack.spiller.drained()
         await stack.discarder.drained()
@@ -273,7 +273,7 @@ class Host:
         """Start to save victims whose host slots are about to be written again."""
         stack = self.stack()
         run = stack.engine.start(graph)
-        self._saving += 1
+        self._saves.add(run)
         assert self._group is not None
         self._group.start_soon(self._save, run)
 
@@ -285,22 +285,10 @@ class Host:
         except Exception as error:
             self._break(_only(error))
         finally:
-            self._saving -= 1
+            self._saves.discard(run)
             self._ended.raise_()
             if self._stack is not None:
                 self._stack.spiller.progress.raise_()
-
-    def usage(self) -> dict[str, int]:
-        """What is open and under way."""
-        stack = self.stack()
-        return {
-            "plans": len(stack.plans),
-            "transfers": len(self.transfers),
-            "pinned": stack.index.pinned,
-            "entries": len(stack.index),
-            "spilling": stack.spiller.queued_blocks,
-            "tickets": stack.completions.in_flight,
-        }
 
     # waiting
 
@@ -313,8 +301,14 @@ class Host:
         return [transfer for transfer in transfers if transfer.done]
 
     async def flush(self) -> None:
-        """Wait until running transfers, spills and discards are over."""
-        await self._settle(self.stack())
+        """Wait until the transfers, spills and discards that are under way now are over."""
+        stack, saves = self.stack(), set(self._saves)
+        for transfer in list(self.transfers):
+            await transfer.quiesced()
+        while saves & self._saves:
+            await self._ended.wait()
+        await stack.spiller.caught_up()
+        await stack.discarder.caught_up()
         self.check()
         if self._cut_short:
             raise ClosedError("the manager was closed before everything was written")

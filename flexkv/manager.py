@@ -339,7 +339,7 @@ class KVManager:
         await self._host.reset()
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """Blocks per tier: capacity, free, readable; plus open plans and running transfers under
+        """Blocks per tier: capacity, free, resident; plus open plans and running transfers under
         "manager".
         """
-        return self._stack.usage() | {"manager": self._host.usage()}
+        return self._stack.usage(transfers=len(self._host.transfers))

@@ -53,17 +53,28 @@ class Stack:
     discarder: Discarder
     closer: AsyncExitStack
 
-    def usage(self) -> dict[str, dict[str, int]]:
-        """Blocks per tier: capacity, free, readable, evicted so far."""
-        return {
+    def usage(self, *, transfers: int) -> dict[str, dict[str, int]]:
+        """Blocks per tier: capacity, free, resident (readable or landing), evicted so far; what is
+        open under "manager".
+        """
+        tiers = {
             tier.name: {
                 "capacity": tier.capacity,
                 "free": tier.free,
-                "readable": self.index.resident(tier.number),
+                "resident": self.index.resident(tier.number),
                 "evicted": tier.evicted_blocks,
             }
             for tier in self.ledger.tiers.values()
         }
+        manager = {
+            "plans": len(self.plans),
+            "transfers": transfers,
+            "pinned": self.index.pinned,
+            "entries": len(self.index),
+            "spilling": self.spiller.queued_blocks,
+            "tickets": self.completions.in_flight,
+        }
+        return tiers | {"manager": manager}
 
     def observe(self, telemetry: Telemetry) -> None:
         """Offer what is best read when somebody looks."""

@@ -195,10 +195,10 @@ def check_books(kv: KVManager) -> None:
     idle = {name: manager[name] for name in ("plans", "transfers", "pinned", "tickets", "spilling")}
     assert idle == dict.fromkeys(idle, 0)
     for name, tier in usage.items():
-        assert tier["readable"] + tier["free"] == tier["capacity"], (name, tier)
+        assert tier["resident"] + tier["free"] == tier["capacity"], (name, tier)
     store = kv._stack.engine.stores.get("disk")
     if isinstance(store, DiskBackend):
-        assert store.used_blocks == usage["disk"]["readable"], "blocks outside the index"
+        assert store.used_blocks == usage["disk"]["resident"], "blocks outside the index"
     for lane in kv._stack.engine.lanes.values():
         assert (lane.in_flight, lane.waiting) == (0, 0), lane.name
     kv._stack.index.check_integrity()

@@ -116,7 +116,7 @@ async def test_writes_that_fail(tmp_path: Path, engine: str, on: Any, kind: str)
         with pytest.raises(TransferError, match="did not reach disk"):
             await other.durable()
         await rig.kv.flush()
-        assert rig.kv.usage()["disk"]["readable"] == 6
+        assert rig.kv.usage()["disk"]["resident"] == 6
         assert (await rig.get(prompt(2, 2))).loaded == 8
         faults.clear()
         await rig.push_out()

@@ -250,5 +250,5 @@ async def test_10_another_identity_is_an_error_or_an_empty_cache_never_a_mixed_o
     async with open_rig(tmp_path) as rig:  # the refusal changed nothing
         assert (await rig.get(prompt(1, 4))).loaded == 16
     async with open_rig(tmp_path, on_mismatch="clear", **other) as rig:
-        assert rig.kv.usage()["disk"]["readable"] == 0
+        assert rig.kv.usage()["disk"]["resident"] == 0
         assert (await rig.get(prompt(1, 4))).loaded == 0

@@ -80,8 +80,8 @@ async def test_dropped_spills_are_made_up_for(tmp_path: Path) -> None:
         assert rig.kv.telemetry.value("dropped_blocks", work="spill") >= 16
         steps.arm()
         await rig.kv.flush()
-        assert rig.kv.usage()["disk"]["readable"] < 24
-        with_ancestors = rig.kv.usage()["disk"]["readable"]
+        assert rig.kv.usage()["disk"]["resident"] < 24
+        with_ancestors = rig.kv.usage()["disk"]["resident"]
         assert with_ancestors >= 4 + 8  # the last offer brought its whole prompt along
         for name in (1, 2, 3):
             for _ in range(4):  # a put offers again what is in the host only
@@ -89,7 +89,7 @@ async def test_dropped_spills_are_made_up_for(tmp_path: Path) -> None:
                 await put
                 await rig.kv.flush()
             await put.durable()
-        assert rig.kv.usage()["disk"]["readable"] == 24
+        assert rig.kv.usage()["disk"]["resident"] == 24
 
 
 async def test_an_expired_plan_gives_everything_back(tmp_path: Path) -> None:
@@ -129,13 +129,13 @@ async def test_nothing_is_on_disk_that_is_not_in_the_index(tmp_path: Path) -> No
         for name in range(4):
             await rig.put(prompt(name, 6), durable=False)
             await rig.kv.flush()
-        there = rig.kv.usage()["disk"]["readable"]
+        there = rig.kv.usage()["disk"]["resident"]
         assert there < 16
     async with open_rig(tmp_path, **settings) as rig:
-        assert rig.kv.usage()["disk"]["readable"] == there
+        assert rig.kv.usage()["disk"]["resident"] == there
         await rig.kv.reset()
     async with open_rig(tmp_path, **settings) as rig:
-        assert rig.kv.usage()["disk"]["readable"] == 0
+        assert rig.kv.usage()["disk"]["resident"] == 0
 
 
 async def test_what_is_durable_can_leave_the_host_at_once(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ async def test_blocks_pushed_out_of_host_come_back_from_disk(tmp_path: Path) -> 
         for name in range(4):
             result = await rig.get(prompt(name, 6))
             assert result.loaded == 24, name
-        assert rig.kv.usage()["disk"]["readable"] == 24
+        assert rig.kv.usage()["disk"]["resident"] == 24
 
 
 async def test_a_get_longer_than_the_host_tier_passes_through_staging(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_spill_never_keeps_the_disk_empty(tmp_path: Path) -> None:
     async with open_rig(tmp_path, spill="never") as rig:
         for name in range(3):
             await rig.put(prompt(name, 8))
-        assert rig.kv.usage()["disk"]["readable"] == 0
+        assert rig.kv.usage()["disk"]["resident"] == 0
         assert (await rig.get(prompt(0, 8))).loaded == 0
 
 
@@ -232,3 +232,25 @@ async def test_a_clean_restart_finds_everything(tmp_path: Path) -> None:
         for name in range(4):
             result = await rig.get(prompt(name, 5))
             assert (result.loaded, result.by_tier) == (20, {"host": 0, "disk": 5})
+
+
+async def test_flush_waits_for_what_was_accepted_not_for_what_comes_after(tmp_path: Path) -> None:
+    async with open_rig(tmp_path, host=64, disk=512) as rig:
+        going = True
+
+        async def keep_putting(name: int) -> None:
+            round_ = 0
+            while going:
+                round_ += 1
+                put = rig.start_put(prompt(name * 1000 + round_, 2), first=name * 2)
+                await rig.kv.wait([put])  # a host that is full of spills may refuse it
+                await asyncio.sleep(0)
+
+        noise = [asyncio.create_task(keep_putting(name)) for name in range(1, 4)]
+        await rig.put(prompt(9, 4), durable=False)
+        async with asyncio.timeout(5):
+            await rig.kv.flush()
+        disk = rig.kv.telemetry.value("transfer_blocks", source="host", target="disk")
+        assert disk >= 4
+        going = False
+        await asyncio.gather(*noise)

@@ -74,7 +74,7 @@ async def last_look(path: Path, story: Story, job: dict[str, Any], *, large: boo
     disk = ALL_BLOCKS + 8 if large else 40
     async with open_rig(path, dirs=2, disk=disk, host=32, **job["settings"]) as rig:
         await verify(rig, sorted(story.durable), sorted(story.gone), large=large)
-        assert committed_records(path) == rig.kv.usage()["disk"]["readable"]
+        assert committed_records(path) == rig.kv.usage()["disk"]["resident"]
 
 
 def test_the_story_follows_what_children_say() -> None:
@@ -128,7 +128,7 @@ async def reopen(root: Path, **changes: Any) -> int:
         "huge_pages": False,
     }
     async with KVManager(FlexKVConfig.load(**(settings | changes))) as kv:
-        return kv.usage()["disk"]["readable"]
+        return kv.usage()["disk"]["resident"]
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -165,7 +165,7 @@ async def test_the_same_identity_in_another_size_keeps_what_fits(tmp_path: Path)
     async with open_rig(tmp_path, disk=32) as rig:
         await rig.put(prompt(1, 6))
     async with open_rig(tmp_path, disk=64, host=16) as rig:
-        assert rig.kv.usage()["disk"]["readable"] == 6
+        assert rig.kv.usage()["disk"]["resident"] == 6
         await rig.put(prompt(2, 16))
     async with open_rig(tmp_path, disk=12) as rig:
         await rig.check_idle()

@@ -21,7 +21,7 @@ async def check_accounts(rig: Rig, root: Path, live: int) -> None:
     """Index, pool, backend and the files themselves agree that `live` blocks are stored."""
     await rig.kv.flush()
     disk = rig.kv.usage()["disk"]
-    assert (disk["readable"], disk["free"]) == (live, disk["capacity"] - live)
+    assert (disk["resident"], disk["free"]) == (live, disk["capacity"] - live)
     assert rig.store.used_bytes == live * STRIDE
     assert committed_records(root) == live
     assert data_bytes(root) == disk["capacity"] * STRIDE
@@ -68,7 +68,7 @@ async def test_d06_what_was_forgotten_stays_forgotten(tmp_path: Path, verb: str)
         else:
             await rig.put(prompt(3, 1))
         await rig.kv.flush()
-        live = rig.kv.usage()["disk"]["readable"]
+        live = rig.kv.usage()["disk"]["resident"]
         await check_accounts(rig, tmp_path, live)
     async with open_rig(tmp_path, disk=8, **settings) as rig:
         await check_accounts(rig, tmp_path, live)

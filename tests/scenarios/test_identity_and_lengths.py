@@ -59,7 +59,7 @@ async def test_d05_all_namespaces_side_by_side(tmp_path: Path) -> None:
     async with open_rig(tmp_path) as rig:
         for namespace in distinct:
             await rig.put(TOKENS, namespace)
-        assert rig.kv.usage()["disk"]["readable"] == 2 * len(distinct)
+        assert rig.kv.usage()["disk"]["resident"] == 2 * len(distinct)
         for namespace in NAMESPACES:
             assert (await rig.get(TOKENS, namespace)).loaded == 8
     async with open_rig(tmp_path) as rig:

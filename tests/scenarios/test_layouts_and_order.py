@@ -74,10 +74,10 @@ async def test_d10_blocks_the_store_lacked_come_back_in_order(
             faults.add("write", "failed" if lacking == "remote" else "EIO")
             await rig.put(tokens[: cached * TOKENS_PER_BLOCK], durable=False)
             await rig.kv.flush()
-            assert rig.kv.usage()["disk"]["readable"] == 0
+            assert rig.kv.usage()["disk"]["resident"] == 0
             faults.clear()
             await rig.put(tokens)
-            assert rig.kv.usage()["disk"]["readable"] == 5
+            assert rig.kv.usage()["disk"]["resident"] == 5
             await rig.push_out()
             result = await rig.get(tokens, blocks=[3, 0, 8, 5, 6])
             assert (result.loaded, result.by_tier) == (20, {"host": 0, "disk": 5})

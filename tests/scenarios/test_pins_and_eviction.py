@@ -115,7 +115,7 @@ async def test_d03_a_prefix_splits_while_its_write_is_held_back(tmp_path: Path) 
         gate.open()
         await put_first.durable()
         await put_second.durable()
-        assert rig.kv.usage()["disk"]["readable"] == 11
+        assert rig.kv.usage()["disk"]["resident"] == 11
         await rig.push_out(3)
         for tokens in (first, second):
             assert (await rig.get(tokens)).loaded == 40
@@ -138,7 +138,7 @@ async def test_d03_blocks_whose_write_failed_are_not_said_to_be_on_disk(
         await rig.start_put(second, first=20)
         gate.open()
         await rig.kv.flush()
-        assert rig.kv.usage()["disk"]["readable"] == (11 if failures == 1 else 8)
+        assert rig.kv.usage()["disk"]["resident"] == (11 if failures == 1 else 8)
         faults.clear()
         for name in (3, 4, 5, 6):
             await rig.put(prompt(name, 4))
