@@ -1,6 +1,6 @@
 """The smallest use: a prompt, its answer, the engine's own cache emptied, the same answer again.
 
-    examples/vllm/run.sh offline.py MODEL
+examples/vllm/run.sh offline.py MODEL
 """
 
 from __future__ import annotations
