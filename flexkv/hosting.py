@@ -38,7 +38,7 @@ class Host:
 
     def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
         self._config, self._telemetry = config, telemetry
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._failure: BaseException | None = None
@@ -61,7 +61,7 @@ class Host:
         Raises:
             ClosedError, BrokenManagerError: the manager is not usable.
         """
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             raise FlexKVError(
                 "a KVManager belongs to the thread of its event loop; "
                 "from other threads use flexkv.BlockingKVManager"
@@ -101,7 +101,7 @@ class Host:
         """Open, hold the task group until `stop`, close. Runs in a task of its own, so that the
         group is entered and left by the same task whoever enters and leaves the manager.
         """
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         try:
             try:
                 stack = await build(self._config, self._telemetry, self._commit)

@@ -1,17 +1,19 @@
 """flexkv for callers without an event loop: one loop thread behind plain blocking calls.
 
 `BlockingKVManager` has KVManager's verbs; each call runs on the loop thread and returns when it is
-answered. `BlockingTransfer` wraps a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
+answered; `post` does not wait, `visit` makes a call while the loop rests. `BlockingTransfer` wraps
+a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import selectors
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
@@ -60,6 +62,66 @@ class BlockingTransfer:
         self._manager.call(self._transfer.cancel)
 
 
+class _Answer(Generic[_T]):
+    """What a call on another thread comes to; a bare lock, as every call has to pass it."""
+
+    __slots__ = ("_error", "_ready", "_value")
+
+    def __init__(self) -> None:
+        self._ready = threading.Lock()
+        self._ready.acquire()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    async def work_out(
+        self, verb: Callable[..., _T], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        try:
+            self._value = verb(*arguments, **keywords)
+        except BaseException as error:  # raised again where it is waited for
+            self._error = error
+        finally:
+            self._ready.release()
+
+    def wait(self) -> _T:
+        self._ready.acquire()
+        if self._error is not None:
+            raise self._error
+        value: _T = self._value
+        return value
+
+
+class _RestingSelector(selectors.DefaultSelector):
+    """The loop's selector, with a lock that the loop thread holds except while it waits here: who
+    holds it instead has the manager to himself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for events with the lock released."""
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        self.lock.release()
+        try:
+            return super().select(timeout)
+        finally:
+            self.lock.acquire()
+
+
+def _nothing() -> None:
+    """Only wakes the loop."""
+
+
+def _start(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+    """Calls run as tasks, because what they start asks which loop it is on. None of them awaits
+    anything, so that a task is over before somebody could drop it.
+    """
+    loop.create_task(work)
+
+
 class BlockingKVManager:
     """KVManager for synchronous engines: `with BlockingKVManager(config) as kv`. Calls may come
     from any thread.
@@ -67,6 +129,7 @@ class BlockingKVManager:
 
     def __init__(self, config: FlexKVConfig | None = None, **overrides: Any) -> None:
         self._kv = KVManager(config, **overrides)
+        self._rests = _RestingSelector()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # nothing is handed to a loop that has been told to stop
@@ -75,7 +138,7 @@ class BlockingKVManager:
     def __enter__(self) -> Self:
         if self._thread is not None:
             raise ClosedError("a BlockingKVManager is entered once; make another one")
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop(self._rests)
         self._thread = threading.Thread(target=self._serve, name="flexkv-loop", daemon=True)
         self._thread.start()
         try:
@@ -109,12 +172,13 @@ class BlockingKVManager:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
         loop = self._loop
-        loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_default_executor())
+        with self._rests.lock:
+            loop.run_forever()
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_default_executor())
 
     def _end(self) -> None:
         with self._lock:
@@ -157,11 +221,42 @@ class BlockingKVManager:
 
     def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
         """Run a plain call on the loop thread and return what it returns."""
+        answer: _Answer[_T] = _Answer()
+        loop = self._running_loop()
+        loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
+        return answer.wait()
 
-        async def answer() -> _T:
-            return verb(*arguments, **keywords)
+    def visit(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
+        """Make a plain call on this thread while the loop thread rests, without waking it: for
+        questions (`get_match`) that a scheduler asks at every step. It waits until the loop has
+        nothing to do at this moment.
 
-        return self.run(answer)
+        The call may not start anything on the loop: no transfers, no tasks.
+        """
+        loop, host = self._running_loop(), self._kv._host
+        with self._rests.lock:
+            own, host.thread = host.thread, threading.get_ident()
+            try:
+                return verb(*arguments, **keywords)
+            finally:
+                host.thread = own
+                loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
+
+    def post(self, verb: Callable[..., object], *arguments: Any) -> None:
+        """Have a plain call made on the loop thread soon, without waiting for it. Calls are made in
+        the order of posting; what one raises is logged by the loop.
+        """
+
+        async def make() -> None:
+            verb(*arguments)
+
+        loop = self._running_loop()
+        loop.call_soon_threadsafe(_start, loop, make())
+
+    @property
+    def manager(self) -> KVManager:
+        """The manager itself, for what `call`, `post` and `run` execute on its thread."""
+        return self._kv
 
     def register(self, kv_caches: Any, *, axes: str | None = None) -> Region:
         """See KVManager.register."""

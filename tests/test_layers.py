@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
+    "ranks": f"_core backends completion memory plugins protocols telemetry {VOCABULARY}",
     "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
     "transfer": f"planner protocols waiting {VOCABULARY}",
     "plans": f"completion planner telemetry transfer waiting {VOCABULARY}",
@@ -60,14 +61,14 @@ MAY_IMPORT = {
     "__init__": f"manager sync config transfer {VOCABULARY}",
     "bench": "*",
     "cli": "*",
-    "integration": f"manager sync config transfer protocols telemetry {VOCABULARY}",
+    "integration": f"manager sync config transfer protocols ranks telemetry {VOCABULARY}",
     "testing": "*",
 }
 # package -> rooms that may import it
 OUTSIDE = {
-    "asyncio": "completion manager sync testing",
+    "asyncio": "completion manager sync integration testing",
     "anyio": "completion manager sync lanes waiting carriers engine background plans request stack "
-    "hosting transfer backends codecs integration testing cli bench",
+    "hosting transfer backends codecs ranks integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "",
@@ -76,7 +77,7 @@ OUTSIDE = {
     "typer": "cli",
     "rich": "cli",
     "pickle": "",
-    "time": "completion bench cli integration testing",
+    "time": "completion ranks bench cli integration testing",
     "random": "testing bench cli",
 }
 

@@ -223,6 +223,9 @@ class FaultyStorage:
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
         self.faults = Faults()
+        # named here and not only forwarded: since 3.12, isinstance of a protocol looks for them
+        self.flexkv_api, self.addressing = inner.flexkv_api, inner.addressing
+        self.alignment_bytes = inner.alignment_bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

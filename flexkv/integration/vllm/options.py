@@ -1,0 +1,92 @@
+"""Settings of the vLLM connector: `Options.read` takes kv_connector_extra_config apart, once.
+
+What is not named here is a setting of flexkv itself (docs/configuration.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from flexkv.config import FlexKVConfig
+from flexkv.errors import ConfigError
+from flexkv.integration.vllm.geometry import Geometry
+from flexkv.ranks.wire import private_path
+
+_CHOICES = {"load": ("async", "sync"), "save": ("finish", "prompt", "none")}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be set for the connector.
+
+    `load`: "async" parks a request until its blocks are here and computes others meanwhile, "sync"
+    loads within the request's first step. `save`: "finish" stores prompt and answer when a request
+    ends, "prompt" only its prompt, "none" nothing. `socket`: where workers join (default: in a
+    private directory). `axes`: letters of the KV tensors, for layouts that are not declared.
+    `rank_timeout_ms`: how long a worker may be silent while it owes a copy. `min_load_tokens`:
+    shorter hits are computed instead.
+    """
+
+    load: str = "async"
+    save: str = "finish"
+    socket: str = ""
+    axes: str = ""
+    rank_timeout_ms: int = 1000
+    min_load_tokens: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None) -> Options:
+        """Check what was given.
+
+        Raises:
+            ConfigError: a value is not one of its choices or of another type.
+        """
+        rest = dict(given or {})
+        own = {entry.name for entry in fields(cls)} - {"settings"}
+        values = {name: rest.pop(name) for name in list(rest) if name in own}
+        for name, value in values.items():
+            wanted = type(getattr(cls(), name))
+            if not isinstance(value, wanted):
+                raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
+        for name, choices in _CHOICES.items():
+            if values.get(name, choices[0]) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}: {values[name]!r}")
+        return cls(**values, settings=rest)
+
+    def socket_path(self, vllm_config: Any) -> Path:
+        """Return where the workers of this engine join: the same in all of its processes."""
+        if self.socket:
+            return Path(self.socket)
+        engine = str(vllm_config.kv_transfer_config.engine_id)
+        return private_path(engine, os.environ.get("XDG_RUNTIME_DIR"))
+
+    def manager_config(self, vllm_config: Any, geometry: Geometry, server: Any) -> FlexKVConfig:
+        """Return the manager's configuration: what was set, completed from vLLM's.
+
+        Raises:
+            ConfigError: a setting is unknown or contradicts the engine.
+        """
+        model = vllm_config.model_config
+        weights = (model.revision or "", str(model.dtype), str(model.quantization or ""))
+        filled = {
+            "model": str(model.model),
+            "revision": ",".join(weights),
+            "rank": f"tp{geometry.ranks},pp1",
+            **self.settings,
+            "spec": geometry.whole,
+            "tokens_per_block": geometry.tokens_per_block,
+            "device": "ranks",
+            "device_options": {"server": server},
+        }
+        config = FlexKVConfig.load(**filled)
+        parallel = vllm_config.parallel_config
+        if parallel.data_parallel_size > 1:  # a directory has one owner
+            replica = f"dp{parallel.data_parallel_rank}"
+            dirs = tuple(directory / replica for directory in config.disk_dirs)
+            config = config.model_copy(update={"disk_dirs": dirs})
+        return config

@@ -1,0 +1,67 @@
+"""What the scheduler's side keeps of vLLM's requests: `State` (one request), `Work` (one load or
+save of it) and `namespace_of` (who may share its blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.transfer import Plan, Transfer
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A load or a save under way. `reported` is set when vLLM is told of its end."""
+
+    request: str
+    blocks: list[int]
+    is_load: bool
+    number: int = 0  # of a load that the workers wait for themselves
+    silent: bool = False  # vLLM is not to be told: it does not wait
+    failed: tuple[int, ...] = ()
+    transfer: Transfer | None = None
+    reported: bool = False
+
+
+@dataclass(slots=True)
+class State:
+    """What is known of one request."""
+
+    namespace: tuple[str, ...]
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    asked: tuple[int, int] = (-1, -1)  # computed tokens and length of the last question
+    plan: Plan | None = None
+    load: Work | None = None
+    known_tokens: int = 0  # leading tokens that the cache held when it was asked
+
+
+def namespace_of(request: Any) -> tuple[str, ...]:
+    """Return the labels within which a request's blocks may be shared.
+
+    Each label names its kind, so that an adapter and a salt of the same name never meet: the
+    adapter's name and path, `cache_salt`, each multimodal input with its place, `namespace_info`.
+    """
+    labels: list[str] = []
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        labels += [f"lora={lora.lora_name}", f"lora_path={getattr(lora, 'lora_path', '')}"]
+    salt = getattr(request, "cache_salt", None)
+    if salt is not None:
+        labels.append(f"salt={salt}")
+    labels += [
+        f"mm={feature.identifier}@{feature.mm_position.offset}+{feature.mm_position.length}"
+        for feature in _features(request)
+    ]
+    info = getattr(request, "namespace_info", None)
+    if info is not None:
+        labels.append(f"info={info!r}")
+    return tuple(labels)
+
+
+def _features(request: Any) -> Iterable[Any]:
+    return getattr(request, "mm_features", None) or ()

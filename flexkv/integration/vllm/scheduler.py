@@ -1,0 +1,329 @@
+"""The connector in vLLM's scheduler: owns the manager, matches, launches, reports.
+
+`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `reset`, `close`.
+
+vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
+manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
+save that was started is reported exactly once, when none of its bytes can move any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.geometry import describe
+from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.options import Options
+from flexkv.integration.vllm.requests import State, Work, namespace_of
+from flexkv.ranks import RankServer
+from flexkv.sync import BlockingKVManager
+from flexkv.telemetry import log
+from flexkv.transfer import Plan
+
+_JOIN_S = 10.0
+_IDLE_S = 0.002
+_RESET_MS = 10_000
+_WHOLE_ENDS = ("STOP", "LENGTH")  # reasons after which a request's blocks are complete
+
+
+class SchedulerSide:
+    """Serves the scheduler of one engine.
+
+    Raises:
+        LayoutError, ConfigError, CapacityError: the engine cannot be served as it is configured.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, version: str) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._options = Options.read(transfer.kv_connector_extra_config)
+        geometry = describe(vllm_config, kv_cache_config, version)
+        self._size = geometry.tokens_per_block
+        self._server = RankServer(
+            self._options.socket_path(vllm_config),
+            ranks=geometry.ranks,
+            share_bytes=geometry.share.block_bytes,
+            blocks=geometry.blocks,
+            timeout_ms=self._options.rank_timeout_ms,
+        )
+        config = self._options.manager_config(vllm_config, geometry, self._server)
+        self.kv = BlockingKVManager(config)
+        self.kv.__enter__()
+        self.kv.register(None)
+        if not self._server.wait_ready(_JOIN_S):
+            log.warning("vllm.workers_missing", ranks=geometry.ranks)
+        self._states: dict[str, State] = {}
+        self._step = 0
+        self._numbers = 0
+        self._pending = 0
+        self._awaited: list[tuple[int, list[int]]] = []
+        self._done: deque[Work] = deque()
+        self._news = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.stats = FlexKVStats()
+
+    # --- vLLM's thread
+
+    def arrived(self, request: Any) -> None:
+        """Take in a new request: its tokens become an array here, not when it is scheduled."""
+        if self._serves(request):
+            self._tokens(request, self._state(request))
+
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        """Return how many tokens behind `computed` can be loaded, and whether asynchronously."""
+        if computed % self._size or not self._server.ready or not self._serves(request):
+            return 0, False
+        state = self._state(request)
+        question = (computed, request.num_tokens)
+        if state.plan is None or not state.plan.open or state.asked != question:
+            self._drop_plan(state)
+            tokens = self._tokens(request, state)
+            try:
+                plan = self.kv.visit(self._match, tokens, state.namespace, computed)
+            except FlexKVError as error:
+                log.error("vllm.match_failed", request=request.request_id, error=repr(error))
+                return 0, False
+            state.asked = question
+            state.plan = plan
+        if state.plan is None or state.plan.matched < self._options.min_load_tokens:
+            self._drop_plan(state)
+            return 0, False
+        return state.plan.matched, self._options.load == "async"
+
+    def allocated(self, request: Any, blocks: Any, loading: int) -> None:
+        """Start the load of `loading` tokens into the request's blocks; 0: there is none."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            return
+        if not loading:
+            self._drop_plan(state)
+            return
+        plan, state.plan = state.plan, None
+        computed = state.asked[0]
+        first, last = computed // self._size, (computed + loading) // self._size
+        load = Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
+        if self._options.load == "sync":
+            self._numbers += 1
+            load.number, load.silent = self._numbers, True
+            self._awaited.append((load.number, load.blocks))
+        state.load = load
+        state.known_tokens = computed + loading
+        # The blocks may still be in use by the steps before this one: see RankServer.gate.
+        self._server.gate = self._step + 1
+        self._pending += 1
+        self.stats.add("loads")
+        self.stats.add("asked_tokens", loading)
+        self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
+
+    def news(self, output: Any) -> StepNews:
+        """Return what the workers, and through them the scheduler, have to know with this step."""
+        self._step += 1
+        if not output.total_num_scheduled_tokens and self._pending:
+            # Nothing is computed in this step: better to wait for the end of a transfer than to
+            # take the interpreter from the threads that bring it about.
+            self._news.clear()
+            if not self._done:
+                self._news.wait(_IDLE_S)
+        news = StepNews(self._step, awaited=self._awaited)
+        self._awaited = []
+        while self._done:
+            work = self._settle(self._done.popleft())
+            if work is None:
+                continue
+            (news.received if work.is_load else news.sent).add(work.request)
+            news.failed.update(work.failed)
+        return news
+
+    def outcome(self, output: Any) -> None:
+        """Add to a step's outcome what has ended well meanwhile: one step earlier than by `news`.
+
+        Failures go the other way, because vLLM has looked at failed blocks before it asks here.
+        """
+        for work in list(self._done):
+            if work.failed:
+                continue
+            self._done.remove(work)
+            if self._settle(work) is None:
+                continue
+            name = "finished_recving" if work.is_load else "finished_sending"
+            setattr(output, name, {*(getattr(output, name) or ()), work.request})
+
+    def finished(self, request: Any, block_ids: list[int]) -> bool:
+        """Forget a request; store its blocks. True: they stay in use until its end is reported."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return False
+        self._drop_plan(state)
+        load = state.load
+        if load is not None and not load.reported:
+            if not load.number:  # vLLM waits for its end by itself
+                self.kv.post(self._cancel, load)
+                return False
+            # A synchronous load is not cut short: vLLM may count its blocks as cached already.
+            load.is_load = load.silent = False
+            return True
+        ended = request.get_finished_reason()
+        if self._options.save == "none" or getattr(ended, "name", None) not in _WHOLE_ENDS:
+            return False
+        usable = min(request.num_tokens - 1, request.num_computed_tokens)
+        if self._options.save == "prompt":
+            usable = min(usable, request.num_prompt_tokens)
+        count = min(usable // self._size, len(block_ids))
+        if count * self._size <= state.known_tokens:
+            return False
+        tokens = self._tokens(request, state)[: count * self._size]
+        save = Work(request.request_id, list(block_ids[:count]), False)
+        self._pending += 1
+        self.stats.add("saves")
+        self.kv.post(self._put, save, tokens, state.namespace)
+        return True
+
+    def busy(self) -> bool:
+        """Whether an end is still to be reported."""
+        return self._pending > 0
+
+    def take_stats(self) -> FlexKVStats | None:
+        """Return what was counted since the last time, or None."""
+        if self.stats.is_empty():
+            return None
+        taken, self.stats = self.stats, FlexKVStats()
+        return taken
+
+    def reset(self) -> bool:
+        """Forget everything that is cached; False if transfers did not end in time."""
+        try:
+            self.kv.run(self.kv.manager.reset, timeout_ms=_RESET_MS)
+        except (FlexKVError, TimeoutError) as error:
+            log.error("vllm.reset_failed", error=repr(error))
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the manager. Twice is fine."""
+        self.kv.close()
+
+    def _serves(self, request: Any) -> bool:
+        """Whether a request is known by its tokens, and may be looked up."""
+        return (
+            request.prompt_token_ids is not None
+            and getattr(request, "prompt_embeds", None) is None
+            and not getattr(request, "skip_reading_prefix_cache", False)
+        )
+
+    def _state(self, request: Any) -> State:
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = State(namespace_of(request))
+        return state
+
+    def _tokens(self, request: Any, state: State) -> NDArray[np.int32]:
+        """The request's tokens so far; only new ones are converted."""
+        have = len(state.tokens)
+        if request.num_tokens > have:
+            new = np.array(request.all_token_ids[have:], np.int32)
+            state.tokens = np.concatenate((state.tokens, new)) if have else new
+        return state.tokens
+
+    def _drop_plan(self, state: State) -> None:
+        plan, state.plan = state.plan, None
+        if plan is not None:
+            self.kv.post(plan.cancel)
+
+    def _settle(self, work: Work) -> Work | None:
+        """Book the end of a load or save; None if nobody is to be told."""
+        self._pending -= 1
+        work.reported = True
+        if work.is_load and work.failed:
+            self.stats.add("failed_loads")
+            state = self._states.get(work.request)
+            if state is not None:
+                state.known_tokens = 0
+        return None if work.silent else work
+
+    # --- the manager's thread
+
+    def _match(
+        self, tokens: NDArray[np.int32], namespace: tuple[str, ...], computed: int
+    ) -> Plan | None:
+        leave = 0 if self._options.load == "async" else 1
+        plan = self.kv.manager.get_match(
+            tokens, namespace=namespace, computed_tokens=computed, leave_tokens=leave
+        )
+        if plan.matched:
+            return plan
+        plan.cancel()
+        return None
+
+    def _slots(self, blocks: list[int]) -> NDArray[np.int64]:
+        starts = np.asarray(blocks, np.int64) * self._size
+        return (starts[:, None] + np.arange(self._size)).reshape(-1)
+
+    def _launch(
+        self,
+        load: Work,
+        plan: Plan | None,
+        tokens: NDArray[np.int32],
+        namespace: tuple[str, ...],
+        computed: int,
+    ) -> None:
+        wanted = len(load.blocks) * self._size
+        manager = self.kv.manager
+        try:
+            if plan is None or not plan.open or plan.matched != wanted:
+                if plan is not None:
+                    plan.cancel()
+                plan = manager.get_match(
+                    tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
+                )
+            load.transfer = manager.launch(plan, self._slots(load.blocks))
+        except FlexKVError as error:
+            log.warning("vllm.load_failed", request=load.request, error=repr(error))
+            self._report(load, tuple(load.blocks))
+            return
+        self._watch(load)
+
+    def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
+        try:
+            save.transfer = self.kv.manager.put_async(
+                tokens, self._slots(save.blocks), namespace=namespace
+            )
+        except FlexKVError as error:
+            log.warning("vllm.save_failed", request=save.request, error=repr(error))
+            self._report(save)
+            return
+        self._watch(save)
+
+    def _cancel(self, work: Work) -> None:
+        if work.transfer is not None:
+            work.transfer.cancel()
+
+    def _watch(self, work: Work) -> None:
+        task = asyncio.get_running_loop().create_task(self._wait_for(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wait_for(self, work: Work) -> None:
+        transfer = work.transfer
+        assert transfer is not None
+        await transfer.quiesced()
+        loaded = 0
+        try:
+            result = transfer.result()
+        except FlexKVError as error:
+            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
+        else:
+            loaded = result.loaded if work.is_load and hasattr(result, "loaded") else 0
+        self._report(work, tuple(work.blocks[loaded // self._size :]) if work.is_load else ())
+
+    def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
+        work.failed = failed
+        if work.number:
+            self._server.tell_loaded(work.number, failed)
+        self._done.append(work)
+        self._news.set()

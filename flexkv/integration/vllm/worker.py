@@ -1,0 +1,89 @@
+"""The connector in a vLLM worker: registers the KV memory, opens gates, hands news back.
+
+`register` - `begin` (every step) - `await_loads` - `ends`, `failed_blocks` (what the scheduler is
+to hear) - `close`. Copies run in the RankAgent's thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexkv.errors import LayoutError
+from flexkv.integration.vllm.geometry import declared_axes, describe
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.options import Options
+from flexkv.ranks import RankAgent
+from flexkv.telemetry import log
+
+_WAIT_S = 60.0
+
+
+class WorkerSide:
+    """Serves one worker."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, version: str) -> None:
+        self._options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._path = self._options.socket_path(vllm_config)
+        self._geometry = describe(vllm_config, kv_cache_config, version)
+        self._version = version
+        self._agent: RankAgent | None = None
+        self._awaited: list[tuple[int, list[int]]] = []
+        self._failed: set[int] = set()
+
+    def register(self, kv_caches: dict[str, Any], rank: int) -> None:
+        """Describe the worker's KV memory and begin to join.
+
+        Raises:
+            LayoutError: its layout is not declared for this vLLM, or does not match the model.
+        """
+        if not kv_caches:
+            raise LayoutError("vLLM registered no KV tensors")
+        tensor = next(iter(kv_caches.values()))
+        on_cpu = tensor.device.type == "cpu"
+        axes = self._options.axes or declared_axes(self._version, tensor.dim(), on_cpu=on_cpu)
+        self.close()
+        self._agent = RankAgent(
+            self._path,
+            rank=rank,
+            ranks=self._geometry.ranks,
+            kv_caches=kv_caches,
+            spec=self._geometry.share,
+            axes=axes,
+            device=tensor.device.type,
+        )
+        self._agent.start()
+        log.info("vllm.registered", rank=rank, layers=len(kv_caches), axes=axes)
+
+    def begin(self, news: StepNews) -> None:
+        """The engine begins a step: copies that waited for it may run."""
+        if self._agent is not None:
+            self._agent.begin_step(news.step)
+
+    def expect(self, news: StepNews) -> None:
+        """Remember the loads that this step has to wait for."""
+        self._awaited, news.awaited = [*self._awaited, *news.awaited], []
+
+    def await_loads(self) -> None:
+        """Wait for them; what did not arrive is remembered as failed."""
+        while self._awaited:
+            number, blocks = self._awaited.pop(0)
+            agent = self._agent
+            failed = None if agent is None else agent.wait_loaded(number, _WAIT_S)
+            self._failed.update(blocks if failed is None else failed)
+
+    def ends(self, news: StepNews) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose saves and loads are over, as vLLM wants them."""
+        self.await_loads()
+        return news.sent or None, news.received or None
+
+    def failed_blocks(self, news: StepNews) -> set[int]:
+        """Return the device blocks that failed to load, once."""
+        self.await_loads()
+        failed, self._failed = self._failed | news.failed, set()
+        return failed
+
+    def close(self) -> None:
+        """Part from the manager. Twice is fine."""
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()

