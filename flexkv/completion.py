@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flexkv._core import CData
 
 _DRAIN = 256  # finished tickets per C call
-_FLUSH_RETRY_S = 0.005  # a submission was refused (no kernel memory): nothing may come to wake us
+_FLUSH_EVERY, _FLUSH_RETRY_S = 8, 0.005  # batches; a refused one (no kernel memory) wakes nobody
 
 # What hardware may still write to although its hub is gone: nobody can say when freeing it is safe.
 _abandoned: list[object] = []
@@ -156,6 +156,7 @@ class Completions:
         self._rings: list[CData] = []
         self._done = ffi.new("fx_done[]", _DRAIN)
         self._flush_wanted = False
+        self._unflushed = 0
         self._closing = self._closed = False
         self._idle = asyncio.Event()
         self._fd = lib.fx_hub_fd(self.hub)
@@ -234,8 +235,13 @@ class Completions:
             self.request_drain()
 
     def request_flush(self) -> None:
-        """Submit what the attached rings have queued, once, at the end of this loop tick."""
-        if not self._flush_wanted:
+        """Submit what the attached rings have queued: once, at the end of this loop tick, or when
+        many have asked, so that a device does not wait for a long tick.
+        """
+        self._unflushed += 1
+        if self._unflushed >= _FLUSH_EVERY:
+            self._flush()
+        elif not self._flush_wanted:
             self._flush_wanted = True
             self._loop.call_soon(self._flush)
 
@@ -246,6 +252,7 @@ class Completions:
 
     def _flush(self) -> None:
         self._flush_wanted = False
+        self._unflushed = 0
         for ring in self._rings:
             if lib.fx_ring_submit(ring) < 0 and not self._flush_wanted:
                 self._flush_wanted = True

@@ -130,6 +130,9 @@ class Ledger:
 
     def _judge(self, store: Tier, blocks: BlockIds, statuses: Statuses) -> None:
         """Forget stored blocks that are damaged, or that failed to be read too often in a row."""
+        if not np.count_nonzero(statuses):  # all LANDED
+            self._strikes[blocks] = 0
+            return
         self._strikes[blocks[statuses == LANDED]] = 0
         failed = statuses == FAILED
         damaged = (statuses == DAMAGED) | (statuses == MISSING)

@@ -106,7 +106,9 @@ class Planner:
             arrived = np.zeros(count, np.bool_)
             graph = TransferGraph((everything,), blocks, keys, arrived, goal, priority)
             return GetPlan(graph, None, by_tier)
-        joinable = (states == LANDING) & (self.ledger.landings(blocks) > 0)
+        joinable = states == LANDING
+        if np.count_nonzero(joinable):
+            joinable &= self.ledger.landings(blocks) > 0
         if device_blocks is None:
             ops.extend(self._await_landings(blocks, np.flatnonzero(joinable)))
         else:
@@ -169,7 +171,8 @@ class Planner:
             store_slots[mine] = self.index.slots(store.number, blocks[mine])
             for start in range(0, len(mine), self.chunk_blocks):
                 chunk = mine[start : start + self.chunk_blocks]
-                via_host, direct = chunk[goes_to_host[chunk]], chunk[~goes_to_host[chunk]]
+                promotes = goes_to_host[chunk]
+                via_host, direct = chunk[promotes], chunk[~promotes]
                 if len(via_host):
                     source, target = (
                         Span(store.name, store_slots[via_host]),
