@@ -1,13 +1,10 @@
 """How many transfers of each kind run and wait.
 
 `Admission.check` (refuse what would wait too long) - `enter`, `leave` (a transfer and its end) -
-`turn` (hold one of the places of those that run).
+`begin`, `end` (take one of the places of those that run, and leave it).
 """
 
 from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import CapacityError
@@ -61,12 +58,10 @@ class Admission:
         """Count it no more."""
         self._entered[kind] -= 1
 
-    @asynccontextmanager
-    async def turn(self, kind: str) -> AsyncIterator[None]:
-        """Wait for one of the places of those that run, and hold it."""
-        lane = self._lanes[kind]
-        held = await lane.acquire(1)
-        try:
-            yield
-        finally:
-            lane.release(held)
+    async def begin(self, kind: str) -> None:
+        """Wait for one of the places of those that run, and take it."""
+        await self._lanes[kind].acquire(1)
+
+    def end(self, kind: str) -> None:
+        """Leave the place that `begin` took."""
+        self._lanes[kind].release(1)

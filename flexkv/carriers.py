@@ -10,8 +10,9 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-import anyio
 import anyio.abc
+
+from flexkv.completion import Latch
 
 Job = TypeVar("Job")
 
@@ -24,7 +25,7 @@ class _Idle(Generic[Job]):
     __slots__ = ("job", "wake")
 
     def __init__(self) -> None:
-        self.wake = anyio.Event()
+        self.wake = Latch()
         self.job: Job
 
 

@@ -16,7 +16,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.completion import Completions
+from flexkv.completion import Completions, Latch
 from flexkv.errors import CapacityError
 from flexkv.lanes import Lane, Staging
 from flexkv.model import (
@@ -43,7 +43,6 @@ from flexkv.protocols import (
     as_statuses,
 )
 from flexkv.telemetry import Telemetry, log
-from flexkv.waiting import Latch
 
 Positions: TypeAlias = NDArray[np.int64]
 # Of one op: while one is told to be over and the next is sent off, another keeps the hardware busy.
@@ -127,6 +126,9 @@ class Engine:
         """Run all ops of a graph; return when none can move a byte any more. Ops start in order, a
         few at a time.
         """
+        if len(run.ops) == 1:
+            await self._run_op(run, run.ops[0])
+            return
         chains = _chains(run.ops)
         pending = iter(chains)
 
@@ -160,16 +162,17 @@ class Engine:
             if copy.source.place == copy.target.place:  # nothing to move: it was waited for
                 run.arrived[copy.positions] = run.alive[copy.positions]
                 return
-            size = self.chunk_blocks
-            slices = iter([slice(at, at + size) for at in range(0, len(copy), size)])
+            size, blocks = self.chunk_blocks, len(copy)
+            if blocks <= size:
+                await self._run_slice(run, op, slice(0, blocks), landed)
+                return
+            slices = iter([slice(at, at + size) for at in range(0, blocks, size)])
 
             async def work() -> None:
                 for part in slices:
-                    statuses = await self._run_slice(run, op, part)
-                    if copy.landing:
-                        landed.append(copy.target.ids[part][statuses == LANDED])
+                    await self._run_slice(run, op, part, landed)
 
-            await self._in_tasks(work, min(_SLICES_IN_FLIGHT, -(-len(copy) // size)))
+            await self._in_tasks(work, min(_SLICES_IN_FLIGHT, -(-blocks // size)))
         finally:
             if copy.landing:
                 op.good_slots = np.concatenate(landed) if landed else np.empty(0, np.uint32)
@@ -183,9 +186,9 @@ class Engine:
         bad = np.isin(source, other.copy.target.ids) & ~np.isin(source, other.good_slots)
         run.alive[op.copy.positions[bad]] = False
 
-    async def _run_slice(self, run: Run, op: _Op, part: slice) -> Statuses:
+    async def _run_slice(self, run: Run, op: _Op, part: slice, landed: list[SlotIds]) -> None:
         """Move one slice of an op and book it; positions that failed earlier, and cancelled ones,
-        are skipped.
+        are skipped. Target slots that are good now go to `landed`.
         """
         copy = op.copy
         positions = copy.positions[part]
@@ -196,17 +199,20 @@ class Engine:
             wanted = run.alive[positions]
             if run.cancelled and not op.wanted:
                 wanted[:] = False
-            if wanted.all():
+            count = np.count_nonzero(wanted)
+            if count == len(wanted):
                 statuses = await self._move(
                     run, copy, positions, copy.source.ids[part], copy.target.ids[part]
                 )
-            elif wanted.any():
+            elif count:
                 sources, targets = copy.source.ids[part][wanted], copy.target.ids[part][wanted]
                 statuses[wanted] = await self._move(run, copy, positions[wanted], sources, targets)
         finally:
             lane.release(held)
             self._book(run, copy, positions, statuses)
-        return statuses
+        if copy.landing:
+            good = copy.target.ids[part]
+            landed.append(good[statuses == LANDED] if np.count_nonzero(statuses) else good)
 
     def _book(self, run: Run, copy: Copy, positions: Positions, statuses: Statuses) -> None:
         landed = statuses == LANDED
@@ -225,16 +231,8 @@ class Engine:
         add("transfer_bytes", size_bytes, **labels)
         if not whole:
             damaged = (statuses == DAMAGED) | (statuses == MISSING)
-            add(
-                "failed_blocks",
-                int(np.count_nonzero(statuses == FAILED)),
-                **labels,
-            )
-            add(
-                "damaged_blocks",
-                int(np.count_nonzero(damaged)),
-                tier=copy.source.place,
-            )
+            add("failed_blocks", int(np.count_nonzero(statuses == FAILED)), **labels)
+            add("damaged_blocks", int(np.count_nonzero(damaged)), tier=copy.source.place)
         self._commit(run.graph, copy, positions, statuses)
 
     async def _move(

@@ -226,9 +226,12 @@ class Host:
 
     async def _carry(self, request: Request) -> None:
         try:
-            async with self._admission.turn(request.kind):
+            await self._admission.begin(request.kind)
+            try:
                 assert self._stack is not None
                 await self._stack.engine.run(request.run)
+            finally:
+                self._admission.end(request.kind)
             request.conclude()
             self._finish(request)
         except Exception as error:

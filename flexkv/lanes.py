@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
-import anyio
 import numpy as np
 
+from flexkv.completion import Latch
 from flexkv.model import SlotIds
 from flexkv.pool import SlotPool
 
@@ -29,7 +29,7 @@ class Lane:
     def __init__(self, name: str, limit: int) -> None:
         self.name, self.limit = name, max(1, limit)
         self._free = self.limit
-        self._waiting: list[tuple[int, int, int, anyio.Event]] = []
+        self._waiting: list[tuple[int, int, int, Latch]] = []
         self._arrivals = count()
 
     @property
@@ -50,13 +50,13 @@ class Lane:
         if not self._waiting and size <= self._free:
             self._free -= size
             return size
-        event = anyio.Event()
-        entry = (priority, next(self._arrivals), size, event)
+        turn = Latch()
+        entry = (priority, next(self._arrivals), size, turn)
         heapq.heappush(self._waiting, entry)
         try:
-            await event.wait()
+            await turn.wait()
         except BaseException:
-            if event.is_set():  # the turn had come: pass it on
+            if turn.is_set():  # it had come: pass it on
                 self.release(size)
             else:
                 self._waiting.remove(entry)
@@ -73,9 +73,9 @@ class Lane:
 
     def _grant(self) -> None:
         while self._waiting and self._waiting[0][2] <= self._free:
-            _, _, size, event = heapq.heappop(self._waiting)
+            _, _, size, turn = heapq.heappop(self._waiting)
             self._free -= size
-            event.set()
+            turn.set()
 
 
 class Staging:

@@ -105,15 +105,19 @@ class Ledger:
         tier = self.tiers[op.target.place]
         if op.source.place == HOST and op.landing:
             self._saved(op.source.ids[np.isin(op.positions, positions)])
-        ok = statuses == LANDED
-        landed, lost = blocks[ok], blocks[~ok]
-        self.index.ready(tier.number, landed, now)
         if tier is self.host:
             self._landing_of[blocks] = 0
-            if op.source.place == DEVICE and self.spill == "through" and len(landed):
-                self.spills.append((landed, graph.keys[positions[ok]]))
-        if len(lost):
-            self.vacate(tier, self.index.drop(tier.number, lost), graph.keys[positions[~ok]])
+        lost: BlockIds | None = None
+        if np.count_nonzero(statuses):  # others than LANDED
+            ok = statuses == LANDED
+            lost, lost_keys = blocks[~ok], graph.keys[positions[~ok]]
+            blocks, positions = blocks[ok], positions[ok]
+        if len(blocks):
+            self.index.ready(tier.number, blocks, now)
+            if op.source.place == DEVICE and tier is self.host and self.spill == "through":
+                self.spills.append((blocks, graph.keys[positions]))
+        if lost is not None:
+            self.vacate(tier, self.index.drop(tier.number, lost), lost_keys)
 
     def offer_unspilled(self, blocks: BlockIds, keys: KeyArray) -> None:
         """With spill="through", offer host blocks that no store holds: their spill was dropped."""
@@ -126,6 +130,9 @@ class Ledger:
 
     def _judge(self, store: Tier, blocks: BlockIds, statuses: Statuses) -> None:
         """Forget stored blocks that are damaged, or that failed to be read too often in a row."""
+        if not np.count_nonzero(statuses):  # all LANDED
+            self._strikes[blocks] = 0
+            return
         self._strikes[blocks[statuses == LANDED]] = 0
         failed = statuses == FAILED
         damaged = (statuses == DAMAGED) | (statuses == MISSING)

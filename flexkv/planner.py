@@ -106,7 +106,9 @@ class Planner:
             arrived = np.zeros(count, np.bool_)
             graph = TransferGraph((everything,), blocks, keys, arrived, goal, priority)
             return GetPlan(graph, None, by_tier)
-        joinable = (states == LANDING) & (self.ledger.landings(blocks) > 0)
+        joinable = states == LANDING
+        if np.count_nonzero(joinable):
+            joinable &= self.ledger.landings(blocks) > 0
         if device_blocks is None:
             ops.extend(self._await_landings(blocks, np.flatnonzero(joinable)))
         else:
@@ -169,7 +171,8 @@ class Planner:
             store_slots[mine] = self.index.slots(store.number, blocks[mine])
             for start in range(0, len(mine), self.chunk_blocks):
                 chunk = mine[start : start + self.chunk_blocks]
-                via_host, direct = chunk[goes_to_host[chunk]], chunk[~goes_to_host[chunk]]
+                promotes = goes_to_host[chunk]
+                via_host, direct = chunk[promotes], chunk[~promotes]
                 if len(via_host):
                     source, target = (
                         Span(store.name, store_slots[via_host]),
@@ -199,10 +202,12 @@ class Planner:
             changed.
         """
         known = self.index.find(keys)
-        self.index.pin(known)
-        self.index.touch(known, now)
-        absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
-        positions = np.concatenate((absent, np.arange(len(known), len(keys))))
+        positions = np.arange(len(known), len(keys))
+        if len(known):
+            self.index.pin(known)
+            self.index.touch(known, now)
+            absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
+            positions = np.concatenate((absent, positions))
         chosen = self._choose(len(positions))
         if chosen is None:
             self.index.unpin(known)
@@ -219,25 +224,36 @@ class Planner:
             raise
         self.index.pin(added)
         slots, saves, waits = self._make_room(*chosen)
-        blocks = np.concatenate((known, added))
-        self.index.land(self.host.number, blocks[positions], slots)
+        blocks = np.concatenate((known, added)) if len(known) else added
+        new = added if len(positions) == len(added) else blocks[positions]
+        self.index.land(self.host.number, new, slots)
         return PutPlan(blocks, keys, positions, slots, saves, waits[0] if waits else 0)
 
     def launch_put(self, plan: PutPlan, device_blocks: SlotIds) -> TransferGraph:
         """Turn a put plan into its graph. `device_blocks` covers all blocks of the prompt."""
+        if len(plan.positions) == len(plan.blocks):  # all of it is new, as most of most puts is
+            return self._put_graph(plan, device_blocks, np.zeros(len(plan.blocks), np.bool_), ())
         arrived = self.index.states(self.host.number, plan.blocks) == READY
         others = ~arrived  # landing for somebody else's put: that one is waited for
         others[plan.positions] = False
-        self.ledger.offer_unspilled(plan.blocks[arrived], plan.keys[arrived])
+        if arrived.any():
+            self.ledger.offer_unspilled(plan.blocks[arrived], plan.keys[arrived])
+        waits = self._await_landings(plan.blocks, np.flatnonzero(others)) if others.any() else ()
+        return self._put_graph(plan, device_blocks, arrived, waits)
+
+    def _put_graph(
+        self, plan: PutPlan, device_blocks: SlotIds, arrived: BoolArray, waits: tuple[Copy, ...]
+    ) -> TransferGraph:
         ops: tuple[Copy, ...] = ()
         if len(plan.positions):
-            landing = self.ledger.open_landing(plan.blocks[plan.positions])
-            source, target = Span(DEVICE, device_blocks[plan.positions]), Span(HOST, plan.slots)
+            blocks = plan.blocks
+            if len(plan.positions) < len(blocks):
+                blocks, device_blocks = blocks[plan.positions], device_blocks[plan.positions]
+            landing = self.ledger.open_landing(blocks)
+            source, target = Span(DEVICE, device_blocks), Span(HOST, plan.slots)
             joins = (plan.landing,) if plan.landing else ()
             ops = (Copy(source, target, plan.positions, landing=landing, joins=joins),)
-        if others.any():
-            ops += self._await_landings(plan.blocks, np.flatnonzero(others))
-        return TransferGraph(ops, plan.blocks, plan.keys, arrived, HOST, PRIORITY_PUT)
+        return TransferGraph(ops + waits, plan.blocks, plan.keys, arrived, HOST, PRIORITY_PUT)
 
     def cancel_put(self, plan: PutPlan) -> None:
         """Give back everything a put plan holds that was not launched."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flexkv.completion import Latch
 from flexkv.model import BlockIds, KeyArray, SlotIds
 from flexkv.planner import PutPlan
-from flexkv.waiting import Latch
 
 Kind = Literal["get", "put", "prefetch"]
 

@@ -1,69 +1,38 @@
 """Waiting that costs next to nothing while nobody waits.
 
-`Latch` (happens once) - `Signal` (happens again and again) - `Deadlines` (many items, one
-timer). anyio.Event does the same as a Latch, but costs a microsecond to make: too much for what
-every request has several of.
+`Signal` (happens again and again; `flexkv.completion.Latch` is what happens once) - `Deadlines`
+(many items, one timer).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import anyio
-
-if TYPE_CHECKING:
-    from flexkv.completion import Completions
+from flexkv.completion import Completions, Latch
 
 Item = TypeVar("Item")
-
-
-class Latch:
-    """Something that happens once."""
-
-    __slots__ = ("_event", "_set")
-
-    def __init__(self) -> None:
-        self._set = False
-        self._event: anyio.Event | None = None
-
-    def set(self) -> None:
-        """Say that it has happened."""
-        self._set = True
-        if self._event is not None:
-            self._event.set()
-
-    def is_set(self) -> bool:
-        """Whether it has happened."""
-        return self._set
-
-    async def wait(self) -> None:
-        """Wait until it has happened; return at once when it has."""
-        if not self._set:
-            if self._event is None:
-                self._event = anyio.Event()
-            await self._event.wait()
 
 
 class Signal:
     """Something that happens many times; those who wait see the next time."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_next",)
 
     def __init__(self) -> None:
-        self._event: anyio.Event | None = None
+        self._next: Latch | None = None
 
     def raise_(self) -> None:
         """Wake everybody who waits now."""
-        event, self._event = self._event, None
-        if event is not None:
-            event.set()
+        latch, self._next = self._next, None
+        if latch is not None:
+            latch.set()
 
     async def wait(self) -> None:
         """Wait for the next raise."""
-        if self._event is None:
-            self._event = anyio.Event()
-        await self._event.wait()
+        if self._next is None:
+            self._next = Latch()
+        await self._next.wait()
 
 
 class Deadlines(Generic[Item]):

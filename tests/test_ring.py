@@ -129,6 +129,21 @@ def test_random_reads_bring_the_bytes_of_their_place(
     run_on(loop, main())
 
 
+def test_many_batches_of_one_tick_start_before_it_ends(loop: str, direct: int) -> None:
+    async def main() -> None:
+        memory = Memory(12)
+        async with opened() as ring:
+            tickets = []
+            for page in range(12):  # no await in here: the loop gets no turn
+                address = memory.base + page * PAGE
+                tickets.append(ring.queue(READ, direct, [page * PAGE], address, PAGE)[0])
+            assert lib.fx_ring_queued(ring.ring) < 8
+            assert lib.fx_ring_in_flight(ring.ring) >= 5
+            assert [await ticket for ticket in tickets] == [Done(0, 0)] * 12
+
+    run_on(loop, main())
+
+
 def test_random_writes_land_in_their_place(loop: str, direct: int, tmp_path: Path) -> None:
     async def main() -> None:
         random = np.random.default_rng(2)

@@ -10,7 +10,8 @@ import anyio
 import pytest
 
 from flexkv.carriers import Carriers
-from flexkv.waiting import Deadlines, Latch, Signal
+from flexkv.completion import Latch
+from flexkv.waiting import Deadlines, Signal
 
 
 class Clock:

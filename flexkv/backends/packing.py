@@ -69,9 +69,11 @@ def checked_ids(ids: Any, limit: int, what: str) -> SlotIds:
             f"{what}s must be integers of shape [blocks], got {array.dtype}{array.shape}"
         )
     if array.size:
-        low = 0 if array.dtype.kind == "u" else int(array.min())
-        high = int(array.max())
-        if low < 0 or high >= limit:
+        good = array < limit
+        if array.dtype.kind == "i":
+            good &= array >= 0
+        if np.count_nonzero(good) < array.size:
+            low, high = int(array.min()), int(array.max())
             wrong = low if low < 0 else high
             hint = " (NO_SLOT)" if wrong == NO_SLOT else ""
             raise InputError(f"{what} {wrong}{hint} does not exist; there are {limit}")
