@@ -30,7 +30,6 @@ from flexkv.model import KVSpec
 Addresses = NDArray[np.uint64]
 
 _KINDS = {"plain": 1, "pagewise": 2}  # of fx_copy_plain
-_ARENA_BLOCKS = 128
 
 
 class CopyLimit:
@@ -44,7 +43,8 @@ class CopyLimit:
         self._segment = spec.tokens_per_block * group.heads * group.head_size * 2
         self._threads = threads
         self._bytes = device.blocks * spec.block_bytes
-        self._arena = Arena(min(device.blocks, _ARENA_BLOCKS), spec.stride_bytes)
+        # as many slots as blocks: a smaller arena would stay in the last-level cache
+        self._arena = Arena(device.blocks, spec.stride_bytes)
         self._workers = ThreadPoolExecutor(threads)
         blocks = np.random.default_rng(1).permutation(device.blocks).astype(np.uint64)
         starts = [
@@ -56,7 +56,7 @@ class CopyLimit:
         self._device = (
             np.array(starts, np.uint64)[None, :] + blocks[:, None] * np.uint64(self._segment)
         ).ravel()
-        host = np.arange(device.blocks, dtype=np.uint64) % np.uint64(self._arena.slots)
+        host = np.arange(device.blocks, dtype=np.uint64)
         places = np.arange(len(starts), dtype=np.uint64) * np.uint64(self._segment)
         base = np.uint64(self._arena.base)
         self._host = (base + host[:, None] * np.uint64(spec.stride_bytes) + places).ravel()
