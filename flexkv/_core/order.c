@@ -10,7 +10,8 @@
 
 #include "index_impl.h"
 
-#define FX_SCOUT 8 /* ancestors to look ahead while a chain is evicted */
+#define FX_SCOUT 8   /* ancestors to look ahead while a chain is evicted */
+#define FX_LEAVES 12 /* leaves of the list to look ahead */
 
 static inline uint32_t block_of(const fx_index *index, fx_standing standing) {
   return (uint32_t)(standing.stamp & ((1ull << index->block_bits) - 1));
@@ -255,13 +256,58 @@ static void bring_back(fx_index *index, uint32_t tier_number, uint32_t block) {
   }
 }
 
-/* Fetch what it will take to evict a block and its ancestors, which mostly lie right before it. */
+/* Fetch what it will take to evict a block. */
 static inline void prefetch_victim(const fx_index *index, const fx_tier *tier, uint32_t block) {
-  if (block >= index->max_blocks) return;
   __builtin_prefetch(&index->nodes[block], 1);
   __builtin_prefetch(&index->masks[block], 1);
   __builtin_prefetch(&tier->kids[block], 1);
   __builtin_prefetch(&tier->standing[block]);
+}
+
+/* Fetch a leaf of the list and its nearest ancestors, which mostly lie right before it. */
+static inline void prefetch_leaf(const fx_index *index, const fx_tier *tier, uint32_t leaf) {
+  __builtin_prefetch(&tier->spot[leaf], 1);
+  __builtin_prefetch(&tier->slot[leaf]);
+  for (uint32_t back = 0; back < FX_SCOUT && back <= leaf; back += 64 / sizeof(fx_node)) {
+    __builtin_prefetch(&index->nodes[leaf - back], 1);
+    __builtin_prefetch(&tier->standing[leaf - back]);
+  }
+  __builtin_prefetch(&index->masks[leaf], 1);
+  __builtin_prefetch(&tier->kids[leaf], 1);
+}
+
+/* Where chains end is known only after FX_SCOUT reads one after the other: do them for leaves that are fetched. */
+static inline void prefetch_branch(const fx_index *index, const fx_tier *tier, uint32_t leaf) {
+  uint32_t head = leaf, above = index->nodes[leaf].parent;
+  for (int i = 1; i < FX_SCOUT && above != FX_NONE; i++) {
+    head = above;
+    above = index->nodes[head].parent;
+  }
+  if (above == FX_NONE || fx_follows(head, above)) return; /* what follows comes by itself */
+  prefetch_victim(index, tier, above);
+  __builtin_prefetch(&index->keys[head]);
+}
+
+/* A look ahead along the list of a tier: leaves are fetched long before their turn, their branch points later. Only the
+ * first of the list ever leaves it meanwhile, and `far` stays ahead of that. */
+typedef struct {
+  uint32_t far, steps;
+  uint32_t leaf[FX_LEAVES]; /* a ring of the latest steps */
+} fx_outlook;
+
+static inline void step(const fx_index *index, const fx_tier *tier, fx_outlook *outlook) {
+  uint32_t at = outlook->steps++ % FX_LEAVES;
+  if (outlook->far != FX_NONE) outlook->far = tier->spot[outlook->far].next;
+  outlook->leaf[at] = outlook->far;
+  if (outlook->far != FX_NONE) prefetch_leaf(index, tier, outlook->far);
+  uint32_t known = outlook->leaf[(at + FX_LEAVES / 2) % FX_LEAVES];
+  if (known != FX_NONE) prefetch_branch(index, tier, known);
+}
+
+/* The first of the list is about to be taken. */
+static inline void look_ahead(const fx_index *index, const fx_tier *tier, fx_outlook *outlook) {
+  if (outlook->steps < FX_LEAVES) step(index, tier, outlook); /* gain distance */
+  step(index, tier, outlook);
 }
 
 static const fx_standing LAST = {~0ull, ~0ull};
@@ -273,7 +319,6 @@ static uint32_t foremost(const fx_index *index, const fx_tier *tier, fx_standing
   fx_standing listed = first == FX_NONE ? LAST : tier->standing[first];
   if (before(listed, root)) {
     *rival = second != FX_NONE && before(tier->standing[second], root) ? tier->standing[second] : root;
-    prefetch_victim(index, tier, second);
     return first;
   }
   *rival = listed;
@@ -286,16 +331,19 @@ static uint32_t foremost(const fx_index *index, const fx_tier *tier, fx_standing
 
 static uint32_t take(fx_index *index, uint32_t tier_number, uint32_t count) {
   fx_tier *tier = &index->tier[tier_number];
+  fx_outlook outlook = {.far = tier->first};
   uint32_t taken = 0;
+  memset(outlook.leaf, 0xFF, sizeof outlook.leaf);
   while (taken < count) {
     fx_standing rival;
     uint32_t first = foremost(index, tier, &rival), block = first, next = FX_NONE, scout = first;
     if (first == FX_NONE) break;
+    if (first == tier->first) look_ahead(index, tier, &outlook);
     for (int i = 0; i < FX_SCOUT && scout != FX_NONE; i++) scout = index->nodes[scout].parent;
     for (;; block = next) { /* up the chain, without touching the order, while nobody else comes before */
       if (scout != FX_NONE) {
         prefetch_victim(index, tier, scout);
-        scout = index->nodes[scout].parent;
+        scout = index->nodes[scout].children > 1 ? FX_NONE : index->nodes[scout].parent; /* a branch ends the chain */
       }
       next = leave(index, tier_number, block);
       index->trial[index->trials++] = block;
