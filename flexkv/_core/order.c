@@ -177,7 +177,7 @@ int fx_order_rank(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32
   if (value != value) return FX_INDEX_RANK;
   uint64_t stamp = fx_order_call(index, tier) << index->block_bits, rank = comparable(value);
   for (uint32_t i = 0; i < n; i++) {
-    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    if (!fx_known(index, blocks[i])) return FX_INDEX_NO_BLOCK;
     stand(index, tier, blocks[i], (fx_standing){stamp | blocks[i], rank});
   }
   return 0;
@@ -396,8 +396,27 @@ static void commit(fx_index *index, uint32_t block, uint32_t next) {
   }
 }
 
+/* The same for the first of n victims and those after it of which each is the left neighbour and the parent of the one
+ * before, as far as their entries go. Returns how many. */
+static uint32_t commit_run(fx_index *index, const uint32_t *blocks, uint32_t n) {
+  uint32_t block = blocks[0], length = 0;
+  fx_node *node = &index->nodes[block];
+  while (length + 1 < n && blocks[length + 1] == block - length - 1 && fx_is_empty(index, block - length) &&
+         node->parent == block - length - 1) {
+    node->parent = FX_UNUSED;
+    node--;
+    length++;
+  }
+  if (length) {
+    fx_free_run(index, block - length + 1, length);
+    return length;
+  }
+  commit(index, block, n > 1 ? blocks[1] : FX_NONE);
+  return 1;
+}
+
 uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t *blocks, uint32_t *slots) {
-  uint32_t taken = take(index, tier, count);
+  uint32_t taken = take(index, tier, count), ahead = 0;
   memcpy(blocks, index->trial, taken * sizeof *blocks);
   index->trials = 0;
   index->tier[tier].resident -= taken;
@@ -405,10 +424,9 @@ uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t
     slots[i] = index->tier[tier].slot[blocks[i]];
     if (!fx_follows(blocks[i], index->nodes[blocks[i]].parent)) __builtin_prefetch(&index->keys[blocks[i]]);
   }
-  for (uint32_t i = 0; i < taken && i < FX_AHEAD; i++) fx_prefetch_free(index, blocks[i]);
-  for (uint32_t i = 0; i < taken; i++) {
-    if (i + FX_AHEAD < taken) fx_prefetch_free(index, blocks[i + FX_AHEAD]);
-    commit(index, blocks[i], i + 1 < taken ? blocks[i + 1] : FX_NONE);
+  for (uint32_t i = 0; i < taken; i += commit_run(index, blocks + i, taken - i)) {
+    if (ahead < i) ahead = i;
+    for (; ahead < taken && ahead < i + FX_AHEAD; ahead++) fx_prefetch_free(index, blocks[ahead]);
   }
   fx_give_loose(index);
   return taken;
