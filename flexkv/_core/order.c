@@ -10,8 +10,9 @@
 
 #include "index_impl.h"
 
-#define FX_SCOUT 8   /* ancestors to look ahead while a chain is evicted */
-#define FX_LEAVES 12 /* leaves of the list to look ahead */
+#define FX_SCOUT 8        /* ancestors to look ahead while a chain is evicted */
+#define FX_LEAVES 16      /* leaves of the list to look ahead */
+#define FX_FREE_AHEAD 128 /* victims to look ahead while their entries are freed */
 
 static inline uint32_t block_of(const fx_index *index, fx_standing standing) {
   return (uint32_t)(standing.stamp & ((1ull << index->block_bits) - 1));
@@ -264,28 +265,32 @@ static inline void prefetch_victim(const fx_index *index, const fx_tier *tier, u
   __builtin_prefetch(&tier->standing[block]);
 }
 
-/* Fetch a leaf of the list and its nearest ancestors, which mostly lie right before it. */
-static inline void prefetch_leaf(const fx_index *index, const fx_tier *tier, uint32_t leaf) {
-  __builtin_prefetch(&tier->spot[leaf], 1);
-  __builtin_prefetch(&tier->slot[leaf]);
-  for (uint32_t back = 0; back < FX_SCOUT && back <= leaf; back += 64 / sizeof(fx_node)) {
-    __builtin_prefetch(&index->nodes[leaf - back], 1);
-    __builtin_prefetch(&tier->standing[leaf - back]);
+/* Fetch a block and its nearest ancestors, which mostly lie right before it. */
+static inline void prefetch_chain(const fx_index *index, const fx_tier *tier, uint32_t block) {
+  for (uint32_t back = 0; back < FX_SCOUT && back <= block; back += 64 / sizeof(fx_node)) {
+    __builtin_prefetch(&index->nodes[block - back], 1);
+    __builtin_prefetch(&tier->standing[block - back]);
   }
-  __builtin_prefetch(&index->masks[leaf], 1);
-  __builtin_prefetch(&tier->kids[leaf], 1);
+  __builtin_prefetch(&index->masks[block], 1);
+  __builtin_prefetch(&tier->kids[block], 1);
+  __builtin_prefetch(&tier->slot[block]);
 }
 
-/* Where chains end is known only after FX_SCOUT reads one after the other: do them for leaves that are fetched. */
-static inline void prefetch_branch(const fx_index *index, const fx_tier *tier, uint32_t leaf) {
-  uint32_t head = leaf, above = index->nodes[leaf].parent;
-  for (int i = 1; i < FX_SCOUT && above != FX_NONE; i++) {
-    head = above;
-    above = index->nodes[head].parent;
+/* Where a chain goes on elsewhere is known only after reads one after the other: do them early, for what is fetched
+ * already, and fetch the place behind the first (second, ...) jump. */
+static inline void prefetch_jump(const fx_index *index, const fx_tier *tier, uint32_t leaf, int jumps) {
+  uint32_t block = leaf;
+  for (int left = FX_SCOUT * jumps; left > 0; left--) {
+    uint32_t above = index->nodes[block].parent;
+    if (above == FX_NONE) return;
+    if (!fx_follows(block, above) && !--jumps) {
+      prefetch_chain(index, tier, above);
+      __builtin_prefetch(&index->keys[block]);
+      return;
+    }
+    block = above;
+    if (index->nodes[block].children > 1) return; /* the chain ends here */
   }
-  if (above == FX_NONE || fx_follows(head, above)) return; /* what follows comes by itself */
-  prefetch_victim(index, tier, above);
-  __builtin_prefetch(&index->keys[head]);
 }
 
 /* A look ahead along the list of a tier: leaves are fetched long before their turn, their branch points later. Only the
@@ -299,9 +304,14 @@ static inline void step(const fx_index *index, const fx_tier *tier, fx_outlook *
   uint32_t at = outlook->steps++ % FX_LEAVES;
   if (outlook->far != FX_NONE) outlook->far = tier->spot[outlook->far].next;
   outlook->leaf[at] = outlook->far;
-  if (outlook->far != FX_NONE) prefetch_leaf(index, tier, outlook->far);
-  uint32_t known = outlook->leaf[(at + FX_LEAVES / 2) % FX_LEAVES];
-  if (known != FX_NONE) prefetch_branch(index, tier, known);
+  if (outlook->far != FX_NONE) {
+    __builtin_prefetch(&tier->spot[outlook->far], 1);
+    prefetch_chain(index, tier, outlook->far);
+  }
+  for (uint32_t jumps = 1; jumps < 4; jumps++) {
+    uint32_t known = outlook->leaf[(at + FX_LEAVES - FX_LEAVES / 4 * jumps) % FX_LEAVES];
+    if (known != FX_NONE) prefetch_jump(index, tier, known, (int)jumps);
+  }
 }
 
 /* The first of the list is about to be taken. */
@@ -339,7 +349,8 @@ static uint32_t take(fx_index *index, uint32_t tier_number, uint32_t count) {
     uint32_t first = foremost(index, tier, &rival), block = first, next = FX_NONE, scout = first;
     if (first == FX_NONE) break;
     if (first == tier->first) look_ahead(index, tier, &outlook);
-    for (int i = 0; i < FX_SCOUT && scout != FX_NONE; i++) scout = index->nodes[scout].parent;
+    for (int i = 0; i < FX_SCOUT && scout != FX_NONE; i++)
+      scout = i && index->nodes[scout].children > 1 ? FX_NONE : index->nodes[scout].parent;
     for (;; block = next) { /* up the chain, without touching the order, while nobody else comes before */
       if (scout != FX_NONE) {
         prefetch_victim(index, tier, scout);
@@ -426,7 +437,7 @@ uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t
   }
   for (uint32_t i = 0; i < taken; i += commit_run(index, blocks + i, taken - i)) {
     if (ahead < i) ahead = i;
-    for (; ahead < taken && ahead < i + FX_AHEAD; ahead++) fx_prefetch_free(index, blocks[ahead]);
+    for (; ahead < taken && ahead < i + FX_FREE_AHEAD; ahead++) fx_prefetch_free(index, blocks[ahead]);
   }
   fx_give_loose(index);
   return taken;
