@@ -17,6 +17,7 @@ from flexkv._core import ffi, lib
 from flexkv.model import BlockIds, KeyArray
 
 U32 = np.dtype(np.uint32)  # a dtype, not the scalar type: nothing to look up
+U64 = np.dtype(np.uint64)
 _REFUSALS = {
     lib.FX_INDEX_NO_BLOCK: "a block is not in the index",
     lib.FX_INDEX_KNOWN: "a key to insert is known already",
@@ -44,7 +45,7 @@ def as_blocks(values: Any) -> NDArray[np.uint32]:
 
 def as_keys(values: KeyArray) -> KeyArray:
     """Return keys as a contiguous uint64 array of shape [blocks, 2]."""
-    keys = np.ascontiguousarray(values, np.uint64)
+    keys = np.ascontiguousarray(values, U64)
     assert keys.shape == (len(keys), 2), f"keys have shape [blocks, 2], got {keys.shape}"
     return keys
 

@@ -235,14 +235,16 @@ static void occupy_run(fx_index *index, uint32_t tier, uint32_t first, const uin
   uint8_t bit = (uint8_t)(1u << tier);
   fx_occupy(index, tier, first, slots[0]);
   memcpy(&to->slot[first], slots, n * sizeof *slots);
-  for (uint32_t block = first + 1; block < first + n; block++) {
+  uint32_t last = first + n - 1;
+  for (uint32_t block = first; block < last; block++) {
+    fx_mask *mask = &index->masks[block];
     to->standing[block] = fx_unranked(block);
-    index->masks[block].landing |= bit;
-  }
-  for (uint32_t block = first; block < first + n - 1; block++) {
     to->kids[block]++;
-    index->masks[block].busy |= bit;
+    mask->landing |= bit;
+    mask->busy |= bit;
   }
+  to->standing[last] = fx_unranked(last);
+  index->masks[last].landing |= bit;
   to->resident += n - 1;
 }
 
