@@ -260,14 +260,15 @@ class PrefixIndex:
 
         `keys` still answers for the returned blocks until the next `insert`.
         """
+        self._check_tier(tier)
         policy = self._policies[tier]
         if policy is not None and not getattr(policy, "ranked", False):
             blocks = self.victims(tier, count)
             return blocks, self.drop(tier, blocks)
-        count = max(0, min(count, self.resident(tier)))
+        count = max(0, min(count, self.max_blocks))
         blocks, slots = np.empty(count, U32), np.empty(count, U32)
         taken = lib.fx_index_evict(self._index, tier, count, u32(blocks), u32(slots))
-        blocks, slots = blocks[:taken], slots[:taken]
+        blocks, slots = (blocks, slots) if taken == count else (blocks[:taken], slots[:taken])
         if policy is not None and taken:
             policy.removed(blocks)
         return blocks, slots
