@@ -263,8 +263,7 @@ class PrefixIndex:
         self._check_tier(tier)
         policy = self._policies[tier]
         if policy is not None and not getattr(policy, "ranked", False):
-            blocks = self.victims(tier, count)
-            return blocks, self.drop(tier, blocks)
+            return (blocks := self.victims(tier, count)), self.drop(tier, blocks)
         count = max(0, min(count, self.max_blocks))
         blocks, slots = np.empty(count, U32), np.empty(count, U32)
         taken = lib.fx_index_evict(self._index, tier, count, u32(blocks), u32(slots))
