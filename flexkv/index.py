@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flexkv._core import ffi, lib
 from flexkv.errors import CapacityError, ConfigError
 from flexkv.model import BlockIds, BoolArray, KeyArray, SlotIds
-from flexkv.order import TierOrder, as_blocks, as_keys, done, u32, u64
+from flexkv.order import U32, TierOrder, as_blocks, as_keys, done, u32, u64
 from flexkv.protocols import EvictionPolicy, LeafOrder, PolicyContext, Recovered
 
 MAX_TIERS = 8
@@ -60,13 +60,13 @@ class PrefixIndex:
     def match(self, keys: KeyArray) -> BlockIds:
         """Return the longest prefix of `keys` whose every block is READY in at least one tier."""
         keys = as_keys(keys)
-        blocks = np.empty(len(keys), np.uint32)
+        blocks = np.empty(len(keys), U32)
         return blocks[: lib.fx_index_match(self._index, u64(keys), len(keys), u32(blocks))]
 
     def find(self, keys: KeyArray) -> BlockIds:
         """Return the longest prefix of `keys` that has entries, readable or not."""
         keys = as_keys(keys)
-        blocks = np.empty(len(keys), np.uint32)
+        blocks = np.empty(len(keys), U32)
         return blocks[: lib.fx_index_find(self._index, u64(keys), len(keys), u32(blocks))]
 
     def insert(self, keys: KeyArray, parent: int) -> BlockIds:
@@ -78,7 +78,7 @@ class PrefixIndex:
             CapacityError: the index is full; nothing was done.
         """
         keys = as_keys(keys)
-        blocks = np.empty(len(keys), np.uint32)
+        blocks = np.empty(len(keys), U32)
         code = lib.fx_index_insert(self._index, u64(keys), len(keys), parent, u32(blocks))
         if code == lib.FX_INDEX_FULL:
             raise CapacityError(
@@ -115,7 +115,7 @@ class PrefixIndex:
         """
         self._check_tier(tier)
         blocks = as_blocks(blocks)
-        slots, ready = np.empty(len(blocks), np.uint32), np.empty(len(blocks), np.uint32)
+        slots, ready = np.empty(len(blocks), U32), np.empty(len(blocks), U32)
         count = ffi.new("uint32_t *")
         done(
             lib.fx_index_drop(
@@ -131,7 +131,7 @@ class PrefixIndex:
         """Return the slots of blocks in a tier, NO_SLOT where ABSENT."""
         self._check_tier(tier)
         blocks = as_blocks(blocks)
-        slots = np.empty(len(blocks), np.uint32)
+        slots = np.empty(len(blocks), U32)
         done(lib.fx_index_slots(self._index, tier, u32(blocks), len(blocks), u32(slots)))
         return slots
 
@@ -149,7 +149,7 @@ class PrefixIndex:
     def touch(self, blocks: BlockIds, now: float) -> None:
         """Tell every tier's policy which `blocks`, in prompt order, READY there, were used."""
         blocks = as_blocks(blocks)
-        here = np.empty(len(blocks), np.uint32)
+        here = np.empty(len(blocks), U32)
         for tier, policy in enumerate(self._policies):
             if policy is None:
                 continue
@@ -182,7 +182,7 @@ class PrefixIndex:
         ancestors first, each once; a path upwards ends at the first block that is not.
         """
         blocks = as_blocks(blocks)
-        found = np.empty(self.resident(tier) * min(len(blocks), 8), np.uint32)
+        found = np.empty(self.resident(tier) * min(len(blocks), 8), U32)
         given, room = (u32(blocks), len(blocks)), (u32(found), len(found))
         count = done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))
         found = np.unique(found[:count])
@@ -193,7 +193,7 @@ class PrefixIndex:
     def stranded(self, tier: int, gone: BlockIds, count: int) -> BlockIds:
         """Up to `count` blocks that could leave after `gone` if only children in `tier` count."""
         self._check_tier(tier)
-        given, found = as_blocks(gone), np.empty(count, np.uint32)
+        given, found = as_blocks(gone), np.empty(count, U32)
         wanted = (u32(given), len(given), count, u32(found))
         return found[: done(lib.fx_index_stranded(self._index, tier, *wanted))]
 
@@ -236,7 +236,7 @@ class PrefixIndex:
         policy = self._policies[tier]
         if policy is None or getattr(policy, "ranked", False):
             return self._orders[tier].take(count)
-        chosen, found = np.empty(count, np.uint32), 0
+        chosen, found = np.empty(count, U32), 0
         try:
             while found < count:
                 asked = as_blocks(
@@ -260,14 +260,14 @@ class PrefixIndex:
 
         `keys` still answers for the returned blocks until the next `insert`.
         """
+        self._check_tier(tier)
         policy = self._policies[tier]
         if policy is not None and not getattr(policy, "ranked", False):
-            blocks = self.victims(tier, count)
-            return blocks, self.drop(tier, blocks)
-        count = max(0, min(count, self.resident(tier)))
-        blocks, slots = np.empty(count, np.uint32), np.empty(count, np.uint32)
+            return (blocks := self.victims(tier, count)), self.drop(tier, blocks)
+        count = max(0, min(count, self.max_blocks))
+        blocks, slots = np.empty(count, U32), np.empty(count, U32)
         taken = lib.fx_index_evict(self._index, tier, count, u32(blocks), u32(slots))
-        blocks, slots = blocks[:taken], slots[:taken]
+        blocks, slots = (blocks, slots) if taken == count else (blocks[:taken], slots[:taken])
         if policy is not None and taken:
             policy.removed(blocks)
         return blocks, slots
@@ -284,14 +284,14 @@ class PrefixIndex:
     def parents(self, blocks: BlockIds) -> BlockIds:
         """Return the parents of blocks, NO_BLOCK for first blocks of prompts."""
         blocks = as_blocks(blocks)
-        parents = np.empty(len(blocks), np.uint32)
+        parents = np.empty(len(blocks), U32)
         done(lib.fx_index_parents(self._index, u32(blocks), len(blocks), u32(parents)))
         return parents
 
     def depths(self, blocks: BlockIds) -> NDArray[np.uint32]:
         """Return how many blocks stand before each in its prompt (0 = first block)."""
         blocks = as_blocks(blocks)
-        depths = np.empty(len(blocks), np.uint32)
+        depths = np.empty(len(blocks), U32)
         done(lib.fx_index_depths(self._index, u32(blocks), len(blocks), u32(depths)))
         return depths
 

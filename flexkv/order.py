@@ -7,6 +7,7 @@ misuse by our own code).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from flexkv._core import ffi, lib
 from flexkv.model import BlockIds, KeyArray
 
-_U32 = np.dtype(np.uint32)
+U32 = np.dtype(np.uint32)  # a dtype, not the scalar type: nothing to look up
+U64 = np.dtype(np.uint64)
 _REFUSALS = {
     lib.FX_INDEX_NO_BLOCK: "a block is not in the index",
     lib.FX_INDEX_KNOWN: "a key to insert is known already",
@@ -36,26 +38,22 @@ def done(code: int) -> int:
 
 def as_blocks(values: Any) -> NDArray[np.uint32]:
     """Return block or slot numbers as a contiguous uint32 array."""
-    if isinstance(values, np.ndarray) and values.dtype == _U32 and values.flags.c_contiguous:
+    if isinstance(values, np.ndarray) and values.dtype == U32 and values.flags.c_contiguous:
         return values
     return np.ascontiguousarray(values, np.uint32)
 
 
 def as_keys(values: KeyArray) -> KeyArray:
     """Return keys as a contiguous uint64 array of shape [blocks, 2]."""
-    keys = np.ascontiguousarray(values, np.uint64)
+    keys = np.ascontiguousarray(values, U64)
     assert keys.shape == (len(keys), 2), f"keys have shape [blocks, 2], got {keys.shape}"
     return keys
 
 
-def u32(array: NDArray[np.uint32]) -> Any:
-    """A C pointer to a uint32 array that keeps the array alive."""
-    return ffi.from_buffer("uint32_t[]", array)
-
-
-def u64(array: NDArray[np.uint64]) -> Any:
-    """A C pointer to a uint64 array that keeps the array alive."""
-    return ffi.from_buffer("uint64_t[]", array)
+# u32(array), u64(array): a C pointer to an array that keeps the array alive. Made thus they cost a
+# third of a function: every call of the index needs a few.
+u32 = partial(ffi.from_buffer, "uint32_t[]")
+u64 = partial(ffi.from_buffer, "uint64_t[]")
 
 
 class TierOrder:

@@ -131,6 +131,26 @@ void fx_entry_add(fx_index *index, uint32_t block, fx_key key, uint32_t parent) 
   table_add(index, block);
 }
 
+/* Chain n new entries with neighbouring numbers: all but the first follow their parent. */
+static void add_run(fx_index *index, uint32_t first, const fx_key *keys, uint32_t n, uint32_t parent) {
+  fx_node *node = &index->nodes[first];
+  fx_entry_add(index, first, keys[0], parent);
+  memcpy(&index->keys[first + 1], keys + 1, (n - 1) * sizeof *keys);
+  memset(&index->masks[first + 1], 0, (n - 1) * sizeof *index->masks);
+  for (uint32_t i = 1; i < n; i++)
+    node[i] = (fx_node){.parent = first + i - 1, .children = 1, .depth = node->depth + i};
+  node->children = 1;
+  node[n - 1].children = 0;
+  index->count += n - 1;
+}
+
+/* How many of the first blocks have neighbouring numbers, ascending. */
+static uint32_t run_of(const uint32_t *blocks, uint32_t n) {
+  uint32_t length = 1;
+  while (length < n && blocks[length] == blocks[0] + length) length++;
+  return length;
+}
+
 void fx_give_loose(fx_index *index) {
   fx_runs_give_run(index->runs, index->loose_start, index->loose_count);
   index->loose_start = FX_NONE; /* follows and precedes nothing */
@@ -155,10 +175,9 @@ int fx_index_insert(fx_index *index, const uint64_t *words, uint32_t n, uint32_t
   if (parent != FX_NONE && !fx_alive(index, parent)) return FX_INDEX_NO_BLOCK;
   if (n && fx_child(index, parent, keys[0]) != FX_NONE) return FX_INDEX_KNOWN;
   if (fx_runs_take(index->runs, n, parent == FX_NONE ? FX_NONE : parent + 1, blocks)) return FX_INDEX_FULL;
-  uint32_t above = parent;
-  for (uint32_t i = 0; i < n; i++) {
-    fx_entry_add(index, blocks[i], keys[i], above);
-    above = blocks[i];
+  for (uint32_t i = 0, length; i < n; i += length) {
+    length = run_of(blocks + i, n - i);
+    add_run(index, blocks[i], keys + i, length, i ? blocks[i - 1] : parent);
   }
   if (n && parent != FX_NONE) fx_index_settle(index, parent); /* it has a child now */
   return 0;
@@ -209,15 +228,47 @@ void fx_occupy(fx_index *index, uint32_t tier, uint32_t block, uint32_t slot) {
   }
 }
 
+/* The same for n neighbours of which each follows its parent. Only the first one's parent can leave an order by this:
+ * the others were not READY in the tier. */
+static void occupy_run(fx_index *index, uint32_t tier, uint32_t first, const uint32_t *slots, uint32_t n) {
+  fx_tier *to = &index->tier[tier];
+  uint8_t bit = (uint8_t)(1u << tier);
+  fx_occupy(index, tier, first, slots[0]);
+  memcpy(&to->slot[first], slots, n * sizeof *slots);
+  uint32_t last = first + n - 1;
+  for (uint32_t block = first; block < last; block++) {
+    fx_mask *mask = &index->masks[block];
+    to->standing[block] = fx_unranked(block);
+    to->kids[block]++;
+    mask->landing |= bit;
+    mask->busy |= bit;
+  }
+  to->standing[last] = fx_unranked(last);
+  index->masks[last].landing |= bit;
+  to->resident += n - 1;
+}
+
+/* How many of the first blocks are neighbours that follow their parents and are ABSENT in the tiers of `bit`: 1 or
+ * more, the first is not looked at. */
+static uint32_t absent_run(const fx_index *index, const uint32_t *blocks, uint32_t n, unsigned bit) {
+  uint32_t first = blocks[0], length = 1;
+  for (; length < n && blocks[length] == first + length; length++) {
+    fx_mask mask = index->masks[first + length];
+    if (((mask.ready | mask.landing) & bit) || index->nodes[first + length].parent != first + length - 1) break;
+  }
+  return length;
+}
+
 int fx_index_land(fx_index *index, uint32_t tier, const uint32_t *blocks, const uint32_t *slots, uint32_t n) {
   unsigned bit = 1u << tier;
   for (uint32_t i = 0; i < n; i++) {
     if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
     if ((index->masks[blocks[i]].ready | index->masks[blocks[i]].landing) & bit) return FX_INDEX_STATE;
   }
-  for (uint32_t i = 0; i < n; i++) {
+  for (uint32_t i = 0, length; i < n; i += length) {
     if (index->masks[blocks[i]].landing & bit) return FX_INDEX_STATE;
-    fx_occupy(index, tier, blocks[i], slots[i]);
+    length = absent_run(index, blocks + i, n - i, bit);
+    occupy_run(index, tier, blocks[i], slots + i, length);
   }
   return 0;
 }
@@ -225,15 +276,15 @@ int fx_index_land(fx_index *index, uint32_t tier, const uint32_t *blocks, const 
 int fx_index_ready(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n) {
   unsigned bit = 1u << tier;
   for (uint32_t i = 0; i < n; i++) {
-    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
-    if (!(index->masks[blocks[i]].landing & bit)) return FX_INDEX_STATE;
+    if (blocks[i] < index->max_blocks && (index->masks[blocks[i]].landing & bit)) continue;
+    return fx_alive(index, blocks[i]) ? FX_INDEX_STATE : FX_INDEX_NO_BLOCK;
   }
   for (uint32_t i = 0; i < n; i++) {
     fx_mask *mask = &index->masks[blocks[i]];
     if (!(mask->landing & bit)) return FX_INDEX_STATE;
     mask->landing &= (uint8_t)~bit;
     mask->ready |= (uint8_t)bit;
-    fx_index_settle(index, blocks[i]);
+    if (mask->ready != bit || !(mask->busy & bit)) fx_index_settle(index, blocks[i]); /* else no leaf anywhere */
   }
   return 0;
 }
@@ -303,7 +354,7 @@ int fx_index_states(const fx_index *index, uint32_t tier, const uint32_t *blocks
 int64_t fx_index_select(const fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, uint32_t *ready) {
   uint32_t found = 0;
   for (uint32_t i = 0; i < n; i++) {
-    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    if (!fx_known(index, blocks[i])) return FX_INDEX_NO_BLOCK;
     ready[found] = blocks[i];
     found += index->masks[blocks[i]].ready >> tier & 1;
   }

@@ -78,6 +78,11 @@ static inline int fx_alive(const fx_index *index, uint32_t block) {
   return block < index->max_blocks && index->nodes[block].parent != FX_UNUSED;
 }
 
+/* The same for a block that is mostly READY somewhere: masks are smaller than nodes. Dead entries have no residency. */
+static inline int fx_known(const fx_index *index, uint32_t block) {
+  return block < index->max_blocks && (index->masks[block].ready || index->nodes[block].parent != FX_UNUSED);
+}
+
 /* Rank 0.0, set before all others. */
 static inline fx_standing fx_unranked(uint32_t block) { return (fx_standing){block, 1ull << 63}; }
 
@@ -151,17 +156,21 @@ void fx_table_remove(fx_index *index, uint32_t block);
 void fx_give_loose(fx_index *index);
 
 /* Entries of a chain are freed leaf first: gather neighbours into one run before giving them back. */
+static inline void fx_free_run(fx_index *index, uint32_t first, uint32_t count) {
+  index->count -= count;
+  if (first + count == index->loose_start) { /* downwards */
+    index->loose_start = first;
+  } else if (first != index->loose_start + index->loose_count) { /* nor upwards */
+    fx_give_loose(index);
+    index->loose_start = first;
+  }
+  index->loose_count += count;
+}
+
 static inline void fx_entry_free(fx_index *index, uint32_t block) {
   fx_node *node = &index->nodes[block];
   if (!fx_follows(block, node->parent)) fx_table_remove(index, block);
   node->parent = FX_UNUSED;
-  index->count--;
-  if (block + 1 == index->loose_start) { /* downwards */
-    index->loose_start--;
-  } else if (block != index->loose_start + index->loose_count) { /* nor upwards */
-    fx_give_loose(index);
-    index->loose_start = block;
-  }
-  index->loose_count++;
+  fx_free_run(index, block, 1);
 }
 #endif

@@ -10,7 +10,9 @@
 
 #include "index_impl.h"
 
-#define FX_SCOUT 8 /* ancestors to look ahead while a chain is evicted */
+#define FX_SCOUT 8        /* ancestors to look ahead while a chain is evicted */
+#define FX_LEAVES 16      /* leaves of the list to look ahead */
+#define FX_FREE_AHEAD 128 /* victims to look ahead while their entries are freed */
 
 static inline uint32_t block_of(const fx_index *index, fx_standing standing) {
   return (uint32_t)(standing.stamp & ((1ull << index->block_bits) - 1));
@@ -176,7 +178,7 @@ int fx_order_rank(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32
   if (value != value) return FX_INDEX_RANK;
   uint64_t stamp = fx_order_call(index, tier) << index->block_bits, rank = comparable(value);
   for (uint32_t i = 0; i < n; i++) {
-    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    if (!fx_known(index, blocks[i])) return FX_INDEX_NO_BLOCK;
     stand(index, tier, blocks[i], (fx_standing){stamp | blocks[i], rank});
   }
   return 0;
@@ -255,13 +257,67 @@ static void bring_back(fx_index *index, uint32_t tier_number, uint32_t block) {
   }
 }
 
-/* Fetch what it will take to evict a block and its ancestors, which mostly lie right before it. */
+/* Fetch what it will take to evict a block. */
 static inline void prefetch_victim(const fx_index *index, const fx_tier *tier, uint32_t block) {
-  if (block >= index->max_blocks) return;
   __builtin_prefetch(&index->nodes[block], 1);
   __builtin_prefetch(&index->masks[block], 1);
   __builtin_prefetch(&tier->kids[block], 1);
   __builtin_prefetch(&tier->standing[block]);
+}
+
+/* Fetch a block and its nearest ancestors, which mostly lie right before it. */
+static inline void prefetch_chain(const fx_index *index, const fx_tier *tier, uint32_t block) {
+  for (uint32_t back = 0; back < FX_SCOUT && back <= block; back += 64 / sizeof(fx_node)) {
+    __builtin_prefetch(&index->nodes[block - back], 1);
+    __builtin_prefetch(&tier->standing[block - back]);
+  }
+  __builtin_prefetch(&index->masks[block], 1);
+  __builtin_prefetch(&tier->kids[block], 1);
+  __builtin_prefetch(&tier->slot[block]);
+}
+
+/* Where a chain goes on elsewhere is known only after reads one after the other: do them early, for what is fetched
+ * already, and fetch the place behind the first (second, ...) jump. */
+static inline void prefetch_jump(const fx_index *index, const fx_tier *tier, uint32_t leaf, int jumps) {
+  uint32_t block = leaf;
+  for (int left = FX_SCOUT * jumps; left > 0; left--) {
+    uint32_t above = index->nodes[block].parent;
+    if (above == FX_NONE) return;
+    if (!fx_follows(block, above) && !--jumps) {
+      prefetch_chain(index, tier, above);
+      __builtin_prefetch(&index->keys[block]);
+      return;
+    }
+    block = above;
+    if (index->nodes[block].children > 1) return; /* the chain ends here */
+  }
+}
+
+/* A look ahead along the list of a tier: leaves are fetched long before their turn, their branch points later. Only the
+ * first of the list ever leaves it meanwhile, and `far` stays ahead of that. */
+typedef struct {
+  uint32_t far, steps;
+  uint32_t leaf[FX_LEAVES]; /* a ring of the latest steps */
+} fx_outlook;
+
+static inline void step(const fx_index *index, const fx_tier *tier, fx_outlook *outlook) {
+  uint32_t at = outlook->steps++ % FX_LEAVES;
+  if (outlook->far != FX_NONE) outlook->far = tier->spot[outlook->far].next;
+  outlook->leaf[at] = outlook->far;
+  if (outlook->far != FX_NONE) {
+    __builtin_prefetch(&tier->spot[outlook->far], 1);
+    prefetch_chain(index, tier, outlook->far);
+  }
+  for (uint32_t jumps = 1; jumps < 4; jumps++) {
+    uint32_t known = outlook->leaf[(at + FX_LEAVES - FX_LEAVES / 4 * jumps) % FX_LEAVES];
+    if (known != FX_NONE) prefetch_jump(index, tier, known, (int)jumps);
+  }
+}
+
+/* The first of the list is about to be taken. */
+static inline void look_ahead(const fx_index *index, const fx_tier *tier, fx_outlook *outlook) {
+  if (outlook->steps < FX_LEAVES) step(index, tier, outlook); /* gain distance */
+  step(index, tier, outlook);
 }
 
 static const fx_standing LAST = {~0ull, ~0ull};
@@ -273,7 +329,6 @@ static uint32_t foremost(const fx_index *index, const fx_tier *tier, fx_standing
   fx_standing listed = first == FX_NONE ? LAST : tier->standing[first];
   if (before(listed, root)) {
     *rival = second != FX_NONE && before(tier->standing[second], root) ? tier->standing[second] : root;
-    prefetch_victim(index, tier, second);
     return first;
   }
   *rival = listed;
@@ -286,16 +341,20 @@ static uint32_t foremost(const fx_index *index, const fx_tier *tier, fx_standing
 
 static uint32_t take(fx_index *index, uint32_t tier_number, uint32_t count) {
   fx_tier *tier = &index->tier[tier_number];
+  fx_outlook outlook = {.far = tier->first};
   uint32_t taken = 0;
+  memset(outlook.leaf, 0xFF, sizeof outlook.leaf);
   while (taken < count) {
     fx_standing rival;
     uint32_t first = foremost(index, tier, &rival), block = first, next = FX_NONE, scout = first;
     if (first == FX_NONE) break;
-    for (int i = 0; i < FX_SCOUT && scout != FX_NONE; i++) scout = index->nodes[scout].parent;
+    if (first == tier->first) look_ahead(index, tier, &outlook);
+    for (int i = 0; i < FX_SCOUT && scout != FX_NONE; i++)
+      scout = i && index->nodes[scout].children > 1 ? FX_NONE : index->nodes[scout].parent;
     for (;; block = next) { /* up the chain, without touching the order, while nobody else comes before */
       if (scout != FX_NONE) {
         prefetch_victim(index, tier, scout);
-        scout = index->nodes[scout].parent;
+        scout = index->nodes[scout].children > 1 ? FX_NONE : index->nodes[scout].parent; /* a branch ends the chain */
       }
       next = leave(index, tier_number, block);
       index->trial[index->trials++] = block;
@@ -348,8 +407,27 @@ static void commit(fx_index *index, uint32_t block, uint32_t next) {
   }
 }
 
+/* The same for the first of n victims and those after it of which each is the left neighbour and the parent of the one
+ * before, as far as their entries go. Returns how many. */
+static uint32_t commit_run(fx_index *index, const uint32_t *blocks, uint32_t n) {
+  uint32_t block = blocks[0], length = 0;
+  fx_node *node = &index->nodes[block];
+  while (length + 1 < n && blocks[length + 1] == block - length - 1 && fx_is_empty(index, block - length) &&
+         node->parent == block - length - 1) {
+    node->parent = FX_UNUSED;
+    node--;
+    length++;
+  }
+  if (length) {
+    fx_free_run(index, block - length + 1, length);
+    return length;
+  }
+  commit(index, block, n > 1 ? blocks[1] : FX_NONE);
+  return 1;
+}
+
 uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t *blocks, uint32_t *slots) {
-  uint32_t taken = take(index, tier, count);
+  uint32_t taken = take(index, tier, count), ahead = 0;
   memcpy(blocks, index->trial, taken * sizeof *blocks);
   index->trials = 0;
   index->tier[tier].resident -= taken;
@@ -357,10 +435,9 @@ uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t
     slots[i] = index->tier[tier].slot[blocks[i]];
     if (!fx_follows(blocks[i], index->nodes[blocks[i]].parent)) __builtin_prefetch(&index->keys[blocks[i]]);
   }
-  for (uint32_t i = 0; i < taken && i < FX_AHEAD; i++) fx_prefetch_free(index, blocks[i]);
-  for (uint32_t i = 0; i < taken; i++) {
-    if (i + FX_AHEAD < taken) fx_prefetch_free(index, blocks[i + FX_AHEAD]);
-    commit(index, blocks[i], i + 1 < taken ? blocks[i + 1] : FX_NONE);
+  for (uint32_t i = 0; i < taken; i += commit_run(index, blocks + i, taken - i)) {
+    if (ahead < i) ahead = i;
+    for (; ahead < taken && ahead < i + FX_FREE_AHEAD; ahead++) fx_prefetch_free(index, blocks[ahead]);
   }
   fx_give_loose(index);
   return taken;
