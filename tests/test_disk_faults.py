@@ -125,7 +125,8 @@ async def test_a_lost_record_is_a_miss_after_restart(tmp_path: Path, engine: str
     await check_after_restart(paths, engine, list(range(1, 12)))
 
 
-@pytest.mark.parametrize("size", [1, 8, 16, 40, 47, 59, 60, 63])
+# not 63: one check byte is zero by chance once in 256 runs, and the record is whole without it
+@pytest.mark.parametrize("size", [1, 8, 16, 40, 47, 59, 60, 61])
 async def test_a_torn_record_is_a_miss_after_restart(
     tmp_path: Path, engine: str, size: int
 ) -> None:
