@@ -66,8 +66,6 @@ class Ledger:
         self.max_read_failures = max_read_failures
         self.discards: list[Discard] = []
         self.spills: list[tuple[BlockIds, KeyArray]] = []
-        self.damaged_blocks = 0
-        self.failed_blocks = 0
         self.offers = np.zeros(max_blocks, np.int32)  # kept by whoever spills: of each block
         self._landing_of = np.zeros(max_blocks, np.int64)
         self._strikes = np.zeros(max_blocks, np.uint8)  # consecutive failed reads of a block
@@ -137,8 +135,6 @@ class Ledger:
         failed = statuses == FAILED
         damaged = (statuses == DAMAGED) | (statuses == MISSING)
         self._strikes[blocks[failed]] += 1
-        self.failed_blocks += int(np.count_nonzero(failed))
-        self.damaged_blocks += int(np.count_nonzero(damaged))
         gone = blocks[damaged | (failed & (self._strikes[blocks] >= self.max_read_failures))]
         gone = gone[self.index.states(store.number, gone) == READY]
         if len(gone):

@@ -34,8 +34,6 @@ from flexkv.model import (
     TransferGraph,
 )
 
-_NO_SLOTS: SlotIds = np.empty(0, np.uint32)
-
 
 @dataclass(slots=True)
 class GetPlan:
@@ -116,7 +114,7 @@ class Planner:
                 ops.append(self._from_host(blocks, np.flatnonzero(in_host), device_blocks))
             if joinable.any():
                 positions = np.flatnonzero(joinable)
-                joins = tuple(int(n) for n in np.unique(self.ledger.landings(blocks[positions])))
+                joins = _distinct(self.ledger.landings(blocks[positions]))
                 ops.append(self._from_host(blocks, positions, device_blocks, joins=joins))
         far = np.flatnonzero(~in_host & ~joinable)
         by_tier = {HOST: count - len(far)}
@@ -268,7 +266,7 @@ class Planner:
         if len(positions) == 0:
             return ()
         place = Span(HOST, self.index.slots(self.host.number, blocks[positions]))
-        return (Copy(place, place, positions, joins=tuple(int(n) for n in np.unique(landings))),)
+        return (Copy(place, place, positions, joins=_distinct(landings)),)
 
     # room in the host
 
@@ -336,3 +334,7 @@ class Planner:
     def plan_spill(self, blocks: BlockIds, keys: KeyArray) -> tuple[TransferGraph | None, int]:
         """Plan to write host blocks to the stores that lack them; see `flexkv.spills`."""
         return spills.plan_spill(self.ledger, blocks, keys)
+
+
+def _distinct(landings: NDArray[np.int64]) -> tuple[int, ...]:
+    return tuple(int(number) for number in np.unique(landings))
