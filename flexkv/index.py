@@ -1,7 +1,8 @@
 """The prefix index: which blocks are known, where they can be read, and who leaves first.
 
-`PrefixIndex.match`, `find` (keys -> blocks) - `insert` - `land`, `ready`, `drop` (residency in
-a tier) - `pin`, `unpin` - `touch` - `victims`, `evict` - `restore`, `clear` - `check_integrity`.
+`PrefixIndex.match`, `find`, `alone` (keys -> blocks) - `insert` - `land`, `ready`, `drop`
+(residency in a tier) - `pin`, `unpin` - `touch` - `victims`, `evict` - `restore`, `clear` -
+`check_integrity`.
 The Python face of the C index (`_core/index.h`). Everything takes arrays and costs time in
 proportion to the blocks passed; a misuse by our own code is an AssertionError.
 """
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
+from flexkv.alone import AloneBlocks
 from flexkv.errors import CapacityError, ConfigError
 from flexkv.model import BlockIds, BoolArray, KeyArray, SlotIds
 from flexkv.order import U32, TierOrder, as_blocks, as_keys, done, u32, u64
@@ -38,6 +40,7 @@ class PrefixIndex:
             raise MemoryError(f"no memory for an index of {max_blocks} blocks")
         self.max_blocks, self.tiers = max_blocks, tuple(tiers)
         self._index = ffi.gc(index, lib.fx_index_close)
+        self.alone = AloneBlocks(self._index)
         self._orders = tuple(TierOrder(self._index, tier) for tier in range(len(tiers)))
         self._policies: list[EvictionPolicy | None] = [None] * len(tiers)
 
@@ -81,12 +84,17 @@ class PrefixIndex:
         blocks = np.empty(len(keys), U32)
         code = lib.fx_index_insert(self._index, u64(keys), len(keys), parent, u32(blocks))
         if code == lib.FX_INDEX_FULL:
-            raise CapacityError(
-                f"{len(keys)} new blocks do not fit into the index: "
-                f"{len(self)} of {self.max_blocks} entries are used"
-            )
+            self.require(len(keys))
         done(code)
         return blocks
+
+    def require(self, count: int) -> None:
+        """Raise CapacityError if there is no room for `count` new entries."""
+        if len(self) + count > self.max_blocks:
+            raise CapacityError(
+                f"{count} new blocks do not fit into the index: "
+                f"{len(self)} of {self.max_blocks} entries are used"
+            )
 
     # residency
 

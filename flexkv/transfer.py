@@ -72,9 +72,11 @@ class Plan:
     """A match: its blocks cannot be evicted until it is launched, cancelled, or its time is over.
 
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
+    `parts` says how many tokens of each group of layers that takes; those of a get end where it
+    ends. Most models have one group.
     """
 
-    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "put")
+    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "parts", "put")
 
     def __init__(
         self,
@@ -84,11 +86,12 @@ class Plan:
         matched: int,
         blocks: BlockIds,
         keys: KeyArray,
+        parts: tuple[int, ...],
         put: PutPlan | None = None,
         cancel: Callable[[Plan], None],
     ) -> None:
         self.kind, self.offset, self.matched = kind, offset, matched
-        self.blocks, self.keys, self.put = blocks, keys, put
+        self.blocks, self.keys, self.parts, self.put = blocks, keys, parts, put
         self.open = True
         self._cancel = cancel
 

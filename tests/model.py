@@ -14,6 +14,7 @@ import numpy as np
 
 from flexkv import plugins
 from flexkv.errors import CapacityError
+from flexkv.groups import GroupKeys
 from flexkv.index import PrefixIndex
 from flexkv.ledger import Ledger, SpillMode
 from flexkv.model import DEVICE, HOST, Copy, IOStatus, KeyArray, TierState, TransferGraph
@@ -114,7 +115,7 @@ class World:
 
     def plan_put(self, path: Path) -> None:
         self.now += 1
-        put = self.planner.plan_put(keys_of(path), self.now)
+        put = self.planner.plan_put([GroupKeys(keys_of(path))], self.now)
         self.start(put.saves)
         self.puts.append((put, self._fill_device(put.keys)))
 
@@ -129,7 +130,7 @@ class World:
     def get(self, path: Path, *, prefetch: bool = False) -> int:
         self.now += 1
         keys = keys_of(path)
-        blocks = self.planner.match(keys)
+        _, (blocks,) = self.planner.match([GroupKeys(keys)])
         for block, key in zip(blocks.tolist(), keys.tolist(), strict=False):
             assert self._readable(block, tuple(key)), "matched, but no tier holds its bytes"
         device = None

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model import DISK, World, keys_of
 
 from flexkv.errors import CapacityError
+from flexkv.groups import GroupKeys
 from flexkv.ledger import SpillMode
 from flexkv.model import HOST, IOStatus
 
@@ -97,7 +98,7 @@ class Brain(RuleBasedStateMachine):
 
     @rule(path=paths)
     def remove(self, path: tuple[int, ...]) -> None:
-        self.world.ledger.remove(keys_of(path))
+        self.world.ledger.remove(GroupKeys(keys_of(path)))
 
     @precondition(lambda self: DISK in self.world.tiers and self.failing)
     @rule()
