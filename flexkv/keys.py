@@ -138,7 +138,8 @@ class Keyring:
         digest = hashlib.blake2b(
             message, digest_size=16, key=self._key, person=b"flexkv group"
         ).digest()
-        return keys ^ np.frombuffer(digest, "<u8")
+        marked: KeyArray = keys ^ np.frombuffer(digest, "<u8")
+        return marked
 
     def _chain_sha256(
         self, tokens: NDArray[Any], root: NDArray[np.uint64], blocks: int

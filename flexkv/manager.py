@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.config import FlexKVConfig
@@ -26,7 +25,7 @@ from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
 from flexkv.stack import Stack
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import Kind, Plan, Transfer
+from flexkv.transfer import Plan, Transfer, refused
 
 Namespace = Sequence[str] | None
 
@@ -236,7 +235,7 @@ class KVManager:
             plan = self.put_match(tokens, namespace=namespace, groups=groups, held=held)
         except CapacityError as error:
             self.telemetry.add("refused_puts", 1)
-            return self._refused("put", error)
+            return refused("put", error, self._stack.completions.now)
         return self._launch_or_cancel(plan, slot_mapping)
 
     def prefetch_async(self, tokens: Any, *, namespace: Namespace = None) -> Transfer:
@@ -251,7 +250,7 @@ class KVManager:
         except CapacityError as error:
             plan.cancel()
             self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
-            return self._refused("prefetch", error)
+            return refused("prefetch", error, stack.completions.now)
         stack.plans.close(plan)
         get = self._host.think(
             stack.planner.plan_get, plan.blocks, plan.keys, None, stack.completions.now()
@@ -294,20 +293,6 @@ class KVManager:
         )
         self._host.carry(request)
         return request.transfer
-
-    def _refused(self, kind: Kind, error: Exception) -> Transfer:
-        transfer = Transfer(
-            kind,
-            0,
-            blocks=np.empty(0, np.uint32),
-            keys=np.empty((0, 2), np.uint64),
-            clock=self._stack.completions.now,
-            cancel=lambda _: None,
-            durable=self._wait_durable,
-        )
-        transfer.fail(error)
-        transfer.quiesce()
-        return transfer
 
     # waiting and whole-cache verbs
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from model import DISK, World, keys_of
+from model import DISK, World, groups_of, keys_of
 
 from flexkv.errors import CapacityError
 from flexkv.groups import GroupKeys
@@ -40,6 +40,21 @@ class Brain(RuleBasedStateMachine):
             self.world.plan_put(path)
         except CapacityError:
             self.world.check()
+
+    @rule(path=paths, held=st.sets(st.integers(0, 5)))
+    def plan_put_of_two_groups(self, path: tuple[int, ...], held: set[int]) -> None:
+        try:
+            self.world.plan_put(path, sorted(number for number in held if number < len(path)))
+        except CapacityError:
+            self.world.check()
+
+    @rule(path=paths, first=st.integers(0, 3))
+    def get_two_groups(self, path: tuple[int, ...], first: int) -> None:
+        self.world.get_groups(groups_of(path), first)
+
+    @rule(path=paths)
+    def remove_window(self, path: tuple[int, ...]) -> None:
+        self.world.ledger.remove(groups_of(path)[1])
 
     @precondition(lambda self: self.world.puts)
     @rule(data=st.data())
