@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,12 +65,20 @@ def split(keyring: Keyring, keys: KeyArray, groups: Sequence[CacheGroup]) -> lis
     ]
 
 
-def match(
-    index: PrefixIndex, groups: Sequence[GroupKeys], first: int
-) -> tuple[int, list[BlockIds]]:
+class Match(NamedTuple):
+    """The end of a prefix, each group's blocks up to there, and how far the groups without a window
+    reach.
+    """
+
+    end: int
+    blocks: list[BlockIds]
+    reach: int
+
+
+def match(index: PrefixIndex, groups: Sequence[GroupKeys], first: int) -> Match:
     """Find the longest prefix of which every group can give what it needs, from block `first` on.
 
-    Returns its end, and each group's blocks between `first` and there; none if it ends before.
+    No block is returned if it ends before.
     """
     blocks: list[BlockIds] = [np.empty(0, np.uint32)] * len(groups)
     end = min(len(group.keys) for group in groups)
@@ -78,18 +86,19 @@ def match(
         if group.window is None:
             blocks[number] = index.match(group.keys[:end])
             end = len(blocks[number])
-    before = -1
+    reach, before = end, -1
     while before != end and end > first:  # what one window lacks, no other has to have
         before = end
         for number, group in enumerate(groups):
             if group.window is not None:
                 end, blocks[number] = index.alone.window(group.keys[:end], first, group.window)
     if end <= first:
-        return end, [part[:0] for part in blocks]
-    return end, [
+        return Match(end, [part[:0] for part in blocks], reach)
+    chosen = [
         part[first:end] if group.window is None else part
         for group, part in zip(groups, blocks, strict=True)
     ]
+    return Match(end, chosen, reach)
 
 
 def joined(parts: Sequence[NDArray[_T]]) -> NDArray[_T]:

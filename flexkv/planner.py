@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flexkv import groups as grouped
 from flexkv import spills
 from flexkv.errors import CapacityError
-from flexkv.groups import GroupKeys
+from flexkv.groups import GroupKeys, Match
 from flexkv.ledger import Ledger
 from flexkv.model import (
     ABSENT,
@@ -73,15 +73,14 @@ class Planner:
 
     # matching
 
-    def match(self, groups: Sequence[GroupKeys], first: int = 0) -> tuple[int, list[BlockIds]]:
-        """Find the longest prefix of which every block that is needed is readable somewhere.
-
-        Returns its end and each group's blocks from `first` on, pinned: see `flexkv.groups`.
+    def match(self, groups: Sequence[GroupKeys], first: int = 0) -> Match:
+        """Pin and return the longest prefix of which every block that is needed is readable
+        somewhere, from block `first` on; see `flexkv.groups`.
         """
-        end, blocks = grouped.match(self.index, groups, first)
-        for part in blocks:
-            self.index.pin(part)
-        return end, blocks
+        found = grouped.match(self.index, groups, first)
+        for blocks in found.blocks:
+            self.index.pin(blocks)
+        return found
 
     def release(self, blocks: BlockIds) -> None:
         """Drop the pins of a match or of a put."""

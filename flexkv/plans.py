@@ -37,7 +37,7 @@ class Plans:
 
     def read(self, groups: Sequence[GroupKeys], first: int) -> Plan:
         """Plan to read the longest prefix that every group can give, from block `first` on."""
-        end, blocks = self._planner.match(groups, first)
+        end, blocks, reach = self._planner.match(groups, first)
         self._telemetry.add("hit_blocks", end)
         keys = [g.keys[end - len(b) : end] for g, b in zip(groups, blocks, strict=True)]
         plan = Plan(
@@ -47,6 +47,7 @@ class Plans:
             blocks=joined(blocks),
             keys=joined(keys),
             parts=tuple(len(part) * self._size for part in blocks),
+            reach=reach * self._size,
             cancel=self.cancel,
         )
         return self._watch(plan)
@@ -69,6 +70,7 @@ class Plans:
             blocks=put.blocks,
             keys=put.keys,
             parts=tuple(len(group.keys) * self._size for group in groups),
+            reach=tokens,
             put=put,
             cancel=self.cancel,
         )

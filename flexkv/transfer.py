@@ -74,10 +74,22 @@ class Plan:
 
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
     `parts` says how many tokens of each group of layers that takes; those of a get end where it
-    ends. Most models have one group.
+    ends. Most models have one group. `reach` counts the tokens from the first one on that are there
+    but for windows.
     """
 
-    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "parts", "put")
+    __slots__ = (
+        "_cancel",
+        "blocks",
+        "keys",
+        "kind",
+        "matched",
+        "offset",
+        "open",
+        "parts",
+        "put",
+        "reach",
+    )
 
     def __init__(
         self,
@@ -88,11 +100,13 @@ class Plan:
         blocks: BlockIds,
         keys: KeyArray,
         parts: tuple[int, ...],
+        reach: int,
         put: PutPlan | None = None,
         cancel: Callable[[Plan], None],
     ) -> None:
         self.kind, self.offset, self.matched = kind, offset, matched
         self.blocks, self.keys, self.parts, self.put = blocks, keys, parts, put
+        self.reach = reach
         self.open = True
         self._cancel = cancel
 

@@ -144,7 +144,8 @@ class World:
     def get_groups(self, groups: list[GroupKeys], first: int, *, prefetch: bool = False) -> int:
         """Get the longest prefix from block `first` on, which is what it should be."""
         self.now += 1
-        end, parts = self.planner.match(groups, first)
+        end, parts, reach = self.planner.match(groups, first)
+        assert reach >= end
         blocks = np.concatenate(parts)
         keys = np.concatenate(
             [g.keys[end - len(part) : end] for g, part in zip(groups, parts, strict=True)]

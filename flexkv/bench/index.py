@@ -204,7 +204,7 @@ def planning(world: SharedPrompts, rounds: int) -> list[float]:
     planner, device_blocks = world.planner, np.arange(PROMPT, dtype=np.uint32)
 
     def plan(keys: KeyArray) -> None:
-        _, (blocks,) = planner.match([GroupKeys(keys)])
+        (blocks,) = planner.match([GroupKeys(keys)]).blocks
         planner.plan_get(blocks, keys, device_blocks, world.now)
 
     taken = []

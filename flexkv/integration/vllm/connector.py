@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from flexkv.integration.vllm.messages import FlexKVStats, StepNews
 from flexkv.integration.vllm.options import Options
@@ -27,8 +28,13 @@ from flexkv.integration.vllm.scheduler import SchedulerSide
 from flexkv.integration.vllm.worker import WorkerSide
 from flexkv.telemetry import log
 
+# Several groups are served where a load that failed can be reported by request.
+_OfGroups: Any = object
+if hasattr(base, "KVConnectorTransferResults"):
+    _OfGroups = base.SupportsHMA
 
-class FlexKVConnector(KVConnectorBase_V1):
+
+class FlexKVConnector(KVConnectorBase_V1, _OfGroups):
     """Keeps the engine's KV blocks in host memory and on SSD, and brings matched prefixes back."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -62,7 +68,8 @@ class FlexKVConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See WorkerSide.register."""
-        self.worker.register(kv_caches, int(get_tp_group().rank_in_group))
+        stage, tensor_rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        self.worker.register(kv_caches, int(stage), int(tensor_rank))
 
     def handle_preemptions(self, *arguments: Any) -> None:
         """Called before each step's forward pass."""
@@ -91,6 +98,12 @@ class FlexKVConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See WorkerSide.ends."""
         return self.worker.ends(self._news())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See WorkerSide.ends; with requests that must be computed from their start."""
+        sent, received = self.get_finished(finished_req_ids)
+        failed = self._news().failed_requests
+        return base.KVConnectorTransferResults(sent or set(), received or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See WorkerSide.failed_blocks."""
@@ -133,7 +146,17 @@ class FlexKVConnector(KVConnectorBase_V1):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""
+        return self.scheduler.finished(request, (block_ids,)), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerSide.finished."""
         return self.scheduler.finished(request, block_ids), None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See GroupTable.bind."""
+        self.scheduler.groups.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to go on stepping for the sake of ends to be reported."""

@@ -16,11 +16,19 @@ from flexkv.transfer import Plan, Transfer
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A load or a save under way. `reported` is set when vLLM is told of its end."""
+    """A load or a save under way. `reported` is set when vLLM is told of its end.
+
+    `blocks` are those of all groups, one behind the other, `parts` how many each has; `held` and
+    `kept` of a save are explained at `groups.Found`.
+    """
 
     request: str
     blocks: list[int]
     is_load: bool
+    tokens: int = 0  # that a load brings
+    parts: tuple[int, ...] = ()
+    held: list[Any] | None = None
+    kept: list[Any] = field(default_factory=list)
     number: int = 0  # of a load that the workers wait for themselves
     silent: bool = False  # vLLM is not to be told: it does not wait
     failed: tuple[int, ...] = ()
@@ -38,6 +46,8 @@ class State:
     plan: Plan | None = None
     load: Work | None = None
     known_tokens: int = 0  # leading tokens that the cache held when it was asked
+    junction_tokens: int = 0  # those of them that only lacked a window, or more
+    gave_up: bool = False  # a load failed: the rest is computed
 
 
 def namespace_of(request: Any) -> tuple[str, ...]:

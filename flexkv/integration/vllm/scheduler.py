@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.errors import FlexKVError
+from flexkv.errors import FlexKVError, TransferError
 from flexkv.integration.vllm.geometry import describe
+from flexkv.integration.vllm.groups import NULL_BLOCK, GroupTable
 from flexkv.integration.vllm.messages import FlexKVStats, StepNews
 from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.requests import State, Work, namespace_of
@@ -45,10 +48,13 @@ class SchedulerSide:
         self._options = Options.read(transfer.kv_connector_extra_config)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
+        self.groups = GroupTable(geometry)
+        self._load = self._options.load if self.groups.by_block else "async"
+        if self._load != self._options.load:
+            log.warning("vllm.load", asked=self._options.load, used=self._load, why="hybrid model")
         self._server = RankServer(
             self._options.socket_path(vllm_config),
-            ranks=geometry.ranks,
-            share_bytes=geometry.share.block_bytes,
+            shares=[geometry.share(rank).block_bytes for rank in range(geometry.ranks)],
             blocks=geometry.blocks,
             timeout_ms=self._options.rank_timeout_ms,
         )
@@ -80,12 +86,14 @@ class SchedulerSide:
         if computed % self._size or not self._server.ready or not self._serves(request):
             return 0, False
         state = self._state(request)
+        if state.gave_up:
+            return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
             tokens = self._tokens(request, state)
             try:
-                plan = self.kv.visit(self._match, tokens, state.namespace, computed)
+                plan = self.kv.visit(self._match, tokens, state, computed)
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
@@ -94,7 +102,7 @@ class SchedulerSide:
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
-        return state.plan.matched, self._options.load == "async"
+        return state.plan.matched, self._load == "async"
 
     def allocated(self, request: Any, blocks: Any, loading: int) -> None:
         """Start the load of `loading` tokens into the request's blocks; 0: there is none."""
@@ -107,8 +115,10 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        load = Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
-        if self._options.load == "sync":
+        parts = self.groups.to_load(blocks.get_block_ids(), first, last)
+        load = Work(request.request_id, list(chain.from_iterable(parts)), True, tokens=loading)
+        load.parts = tuple(len(part) * self._size for part in parts)
+        if self._load == "sync":
             self._numbers += 1
             load.number, load.silent = self._numbers, True
             self._awaited.append((load.number, load.blocks))
@@ -137,7 +147,10 @@ class SchedulerSide:
             if work is None:
                 continue
             (news.received if work.is_load else news.sent).add(work.request)
-            news.failed.update(work.failed)
+            if self.groups.by_block:
+                news.failed.update(work.failed)
+            elif work.failed:
+                news.failed_requests.add(work.request)
         return news
 
     def outcome(self, output: Any) -> None:
@@ -154,8 +167,10 @@ class SchedulerSide:
             name = "finished_recving" if work.is_load else "finished_sending"
             setattr(output, name, {*(getattr(output, name) or ()), work.request})
 
-    def finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Forget a request; store its blocks. True: they stay in use until its end is reported."""
+    def finished(self, request: Any, block_ids: Sequence[list[int]]) -> bool:
+        """Forget a request; store its blocks, given by group. True: they stay in use until its end
+        is reported.
+        """
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
@@ -174,13 +189,18 @@ class SchedulerSide:
         usable = min(request.num_tokens - 1, request.num_computed_tokens)
         if self._options.save == "prompt":
             usable = min(usable, request.num_prompt_tokens)
-        count = min(usable // self._size, len(block_ids))
+        count = self.groups.complete(block_ids, usable // self._size)
         if count * self._size <= state.known_tokens:
             return False
-        tokens = self._tokens(request, state)[: count * self._size]
-        save = Work(request.request_id, list(block_ids[:count]), False)
+        # where the next request may part from this one
+        ends = request.num_prompt_tokens, request.num_prompt_tokens - 1, state.junction_tokens
+        found = self.groups.to_save(request, block_ids, count, (end // self._size for end in ends))
+        save = Work(request.request_id, found.blocks, False, held=found.held, kept=found.kept)
+        if save.kept:  # other requests' perhaps, which this step may still be writing
+            self._server.gate = self._step + 1
         self._pending += 1
         self.stats.add("saves")
+        tokens = self._tokens(request, state)[: count * self._size]
         self.kv.post(self._put, save, tokens, state.namespace)
         return True
 
@@ -239,22 +259,28 @@ class SchedulerSide:
         """Book the end of a load or save; None if nobody is to be told."""
         self._pending -= 1
         work.reported = True
+        self.groups.give_back(work.kept)
         if work.is_load and work.failed:
             self.stats.add("failed_loads")
             state = self._states.get(work.request)
             if state is not None:
-                state.known_tokens = 0
+                state.known_tokens, state.gave_up = 0, True
         return None if work.silent else work
 
     # --- the manager's thread
 
-    def _match(
-        self, tokens: NDArray[np.int32], namespace: tuple[str, ...], computed: int
-    ) -> Plan | None:
-        leave = 0 if self._options.load == "async" else 1
+    def _match(self, tokens: NDArray[np.int32], state: State, computed: int) -> Plan | None:
+        # A step computes one token at least. vLLM takes it back from an asynchronous load, which
+        # it cannot do with a window: the block before may have been given up.
+        leave = 0 if self._load == "async" and self.groups.by_block else 1
         plan = self.kv.manager.get_match(
-            tokens, namespace=namespace, computed_tokens=computed, leave_tokens=leave
+            tokens,
+            namespace=state.namespace,
+            computed_tokens=computed,
+            leave_tokens=leave,
+            groups=self.groups.cache,
         )
+        state.junction_tokens = plan.reach
         if plan.matched:
             return plan
         plan.cancel()
@@ -272,15 +298,20 @@ class SchedulerSide:
         namespace: tuple[str, ...],
         computed: int,
     ) -> None:
-        wanted = len(load.blocks) * self._size
         manager = self.kv.manager
         try:
-            if plan is None or not plan.open or plan.matched != wanted:
+            if plan is None or not plan.open or plan.matched != load.tokens:
                 if plan is not None:
                     plan.cancel()
                 plan = manager.get_match(
-                    tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
+                    tokens[: computed + load.tokens],
+                    namespace=namespace,
+                    computed_tokens=computed,
+                    groups=self.groups.cache,
                 )
+            if not self.groups.by_block and (plan.parts != load.parts or NULL_BLOCK in load.blocks):
+                plan.cancel()
+                raise TransferError(f"{plan.parts} tokens for blocks of {load.parts}")
             load.transfer = manager.launch(plan, self._slots(load.blocks))
         except FlexKVError as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
@@ -291,7 +322,11 @@ class SchedulerSide:
     def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         try:
             save.transfer = self.kv.manager.put_async(
-                tokens, self._slots(save.blocks), namespace=namespace
+                tokens,
+                self._slots(save.blocks),
+                namespace=namespace,
+                groups=self.groups.cache,
+                held=save.held,
             )
         except FlexKVError as error:
             log.warning("vllm.save_failed", request=save.request, error=repr(error))

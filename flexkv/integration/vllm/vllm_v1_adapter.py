@@ -16,7 +16,7 @@ from typing import Any
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from flexkv.integration.vllm.connector import prefer_recompute
 from flexkv.integration.vllm.messages import FlexKVStats, StepNews
@@ -60,7 +60,8 @@ class FlexKVConnectorV1Impl:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See WorkerSide.register."""
-        self.worker.register(kv_caches, int(get_tp_group().rank_in_group))
+        stage, tensor_rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        self.worker.register(kv_caches, int(stage), int(tensor_rank))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See FlexKVConnector.start_load_kv."""
@@ -117,7 +118,7 @@ class FlexKVConnectorV1Impl:
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""
-        return self.scheduler.finished(request, block_ids), None
+        return self.scheduler.finished(request, (block_ids,)), None
 
     def take_events(self) -> Iterable[Any]:
         """None so far."""
