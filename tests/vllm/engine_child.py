@@ -35,6 +35,10 @@ class Child:
         connector = self.scheduler.connector
         return getattr(connector, "_flexkv_connector", connector).scheduler
 
+    def groups(self) -> int:
+        """KV cache groups of the engine."""
+        return len(self.scheduler.kv_cache_config.kv_cache_groups)
+
     def generate(
         self, prompts: list[list[int]], tokens: int, salts: list[str | None] | None = None
     ) -> dict[str, Any]:

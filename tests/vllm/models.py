@@ -34,15 +34,15 @@ def make(path: Path, layers: int = 2, hidden: int = 256, vocab: int = 1024) -> N
 
 
 def make_hybrid(path: Path, window: int = 100, vocab: int = 1024) -> None:
-    """Save a random Gemma 3 of five layers: full attention in two, a sliding window in three. vLLM
+    """Save a random Olmo 3 of five layers: full attention in two, a sliding window in three. vLLM
     makes three groups of them, of which one lacks a layer.
     """
     import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers import Olmo3Config, Olmo3ForCausalLM
 
     torch.manual_seed(0)
     near, far = "sliding_attention", "full_attention"
-    config = Gemma3TextConfig(
+    config = Olmo3Config(
         hidden_size=256,
         intermediate_size=704,
         num_hidden_layers=5,
@@ -50,16 +50,15 @@ def make_hybrid(path: Path, window: int = 100, vocab: int = 1024) -> None:
         sliding_window=window,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
-        query_pre_attn_scalar=64,
         vocab_size=vocab,
         max_position_embeddings=16384,
+        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         initializer_range=0.08,
     )
-    Gemma3ForCausalLM(config).save_pretrained(path)
+    Olmo3ForCausalLM(config).save_pretrained(path)
     save_tokenizer(path, vocab)
 
 

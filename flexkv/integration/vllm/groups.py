@@ -1,9 +1,9 @@
 """vLLM's KV cache groups, as the scheduler's side sees them: what a load fills, what a save finds.
 
-`GroupTable.to_load`, `to_save`, `give_back`. All groups take their blocks from one pool. A group of
-full attention has a block for every position of a request; a window has blocks near its end only,
-and block 0 stands where one has been given up. Given-up blocks keep their content until somebody
-takes them: vLLM's pool still knows those that it could hit itself.
+`GroupTable.to_load`, `to_save`, `give_back` - `keep_window`. All groups take their blocks from one
+pool. A group of full attention has a block for every position of a request; a window has blocks
+near its end only, and block 0 stands where one has been given up. Given-up blocks keep their
+content until somebody takes them: vLLM's pool still knows those that it could hit itself.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ class GroupTable:
         """Take vLLM's block pool, to find blocks there that requests have given up."""
         if getattr(pool, "enable_caching", False) and pool.hash_block_size == self._size:
             self._pool = pool
+
+    def keep_window(self, request: Any, tokens: int) -> None:
+        """Have vLLM keep the window before the first `tokens` tokens of a request when it moves on:
+        others share them, and only their window is missing (vLLM >= 0.30 drops it by default).
+        """
+        if tokens > getattr(request, "shared_prefix_boundary", tokens):
+            request.shared_prefix_boundary = tokens
 
     def to_load(self, ids: Sequence[Sequence[int]], first: int, last: int) -> list[list[int]]:
         """Return the device blocks of each group that a load of blocks [first, last) fills."""
@@ -107,7 +114,8 @@ class GroupTable:
         return here
 
     def _cached(self, request: Any, position: int, number: int) -> Any:
+        """A block that the pool knows and nobody has: then nobody can be about to write it."""
         if self._pool is None or position >= len(request.block_hashes):
             return None
         cached = self._pool.get_cached_block(request.block_hashes[position], [number])
-        return cached[0] if cached else None
+        return cached[0] if cached and not cached[0].ref_cnt else None

@@ -46,7 +46,7 @@ class State:
     plan: Plan | None = None
     load: Work | None = None
     known_tokens: int = 0  # leading tokens that the cache held when it was asked
-    junction_tokens: int = 0  # those of them that only lacked a window, or more
+    junction_tokens: int = 0  # leading tokens of which it lacked nothing but a window
     gave_up: bool = False  # a load failed: the rest is computed
 
 

@@ -99,6 +99,7 @@ class SchedulerSide:
                 return 0, False
             state.asked = question
             state.plan = plan
+            self.groups.keep_window(request, state.junction_tokens)
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
@@ -196,8 +197,6 @@ class SchedulerSide:
         ends = request.num_prompt_tokens, request.num_prompt_tokens - 1, state.junction_tokens
         found = self.groups.to_save(request, block_ids, count, (end // self._size for end in ends))
         save = Work(request.request_id, found.blocks, False, held=found.held, kept=found.kept)
-        if save.kept:  # other requests' perhaps, which this step may still be writing
-            self._server.gate = self._step + 1
         self._pending += 1
         self.stats.add("saves")
         tokens = self._tokens(request, state)[: count * self._size]
@@ -280,7 +279,8 @@ class SchedulerSide:
             leave_tokens=leave,
             groups=self.groups.cache,
         )
-        state.junction_tokens = plan.reach
+        found = plan.offset + plan.matched
+        state.junction_tokens = plan.reach if plan.reach > found else 0
         if plan.matched:
             return plan
         plan.cancel()
