@@ -27,7 +27,8 @@ class Options:
     loads within the request's first step. `save`: "finish" stores prompt and answer when a request
     ends, "prompt" only its prompt, "none" nothing. `socket`: where workers join (default: in a
     private directory). `axes`: letters of the KV tensors, for layouts that are not declared.
-    `rank_timeout_ms`: how long a worker may be silent while it owes a copy. `min_load_tokens`:
+    `rank_timeout_ms`: how long a worker may be silent while it owes a copy. `load_wait_ms`: how
+    long a worker waits for a synchronous load before it is computed instead. `min_load_tokens`:
     shorter hits are computed instead.
     """
 
@@ -36,6 +37,7 @@ class Options:
     socket: str = ""
     axes: str = ""
     rank_timeout_ms: int = 1000
+    load_wait_ms: int = 30_000
     min_load_tokens: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 

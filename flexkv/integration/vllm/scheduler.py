@@ -118,8 +118,8 @@ class SchedulerSide:
             self._awaited.append((load.number, load.blocks))
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one: see RankServer.gate.
-        self._server.gate = self._step + 1
+        # The blocks may still be in use by the steps before this one.
+        self._server.stamps.give(load.blocks, self._step + 1, load.number)
         self._pending += 1
         self.stats.add("loads")
         self.stats.add("asked_tokens", loading)
@@ -183,6 +183,7 @@ class SchedulerSide:
             return False
         tokens = self._tokens(request, state)[: count * self._size]
         save = Work(request.request_id, list(block_ids[:count]), False)
+        self._server.stamps.give(save.blocks, self._step)
         self._pending += 1
         self.stats.add("saves")
         self.kv.post(self._put, save, tokens, state.namespace)
@@ -285,7 +286,9 @@ class SchedulerSide:
                 plan = manager.get_match(
                     tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
                 )
-            load.transfer = manager.launch(plan, self._slots(load.blocks))
+            layerwise = self._options.load == "sync"
+            slots = self._slots(load.blocks)
+            load.transfer = manager.launch(plan, slots, layerwise=layerwise)
         except FlexKVError as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
             self._report(load, tuple(load.blocks))
