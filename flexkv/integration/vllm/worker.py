@@ -56,8 +56,9 @@ class WorkerSide:
 
     def begin(self, news: StepNews) -> None:
         """The engine begins a step: copies that waited for it may run."""
+        withdrawn, news.withdrawn = news.withdrawn, []
         if self._agent is not None:
-            self._agent.begin_step(news.step)
+            self._agent.begin_step(news.step, withdrawn)
 
     def expect(self, news: StepNews) -> None:
         """Remember the loads that this step has to wait for."""
