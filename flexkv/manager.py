@@ -1,8 +1,8 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
 `register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
-`wait`, `flush`, `remove`, `reset`. Plain calls answer at once and start work; awaiting a Transfer
-is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
+`wait`, `flush`, `remove`, `reset` - `events`, `usage`. Plain calls answer at once and start work;
+awaiting a Transfer is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
+from flexkv.events import EventStream
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
 from flexkv.model import SlotIds, TransferGraph
@@ -337,6 +338,10 @@ class KVManager:
         first; calls made meanwhile find and store nothing.
         """
         await self._host.reset()
+
+    def events(self) -> EventStream:
+        """Listen to what becomes readable in which tier and what leaves it; see EventStream."""
+        return self._stack.events.listen()
 
     def usage(self) -> dict[str, dict[str, int]]:
         """Blocks per tier: capacity, free, resident; plus open plans and running transfers under
