@@ -287,8 +287,10 @@ class PrefixIndex:
     def parent_keys(self, blocks: BlockIds) -> KeyArray:
         """Return the keys of the parents of blocks, zeros for first blocks of prompts."""
         parents = self.parents(blocks)
-        keys, below = np.zeros((len(parents), 2), np.uint64), parents != NO_BLOCK
-        keys[below] = self.keys(parents[below])
+        first = np.flatnonzero(parents == NO_BLOCK)
+        parents[first] = 0  # any entry will do
+        keys = self.keys(parents)
+        keys[first] = 0
         return keys
 
     def depths(self, blocks: BlockIds) -> NDArray[np.uint32]:

@@ -1,8 +1,8 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
 `register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
-`wait`, `flush`, `remove`, `reset` - `events`, `usage`. Plain calls answer at once and start work;
-awaiting a Transfer is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
+`wait`, `flush`, `remove`, `reset` - `events`, `usage`. Plain calls start work at once; awaiting a
+Transfer is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
