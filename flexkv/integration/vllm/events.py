@@ -1,0 +1,292 @@
+"""KV events of host memory and disk, in vLLM's own words and under vLLM's own block hashes.
+
+`EventTranslator.naming` (what vLLM calls the blocks of a request) - `learn` (which keys those are)
+- `take` (what happened, as vLLM's KVCacheEvents) - `settle`, `busy` (events that are still to
+come). The names of a block are kept while it is in a tier, about 0.8 KB each, and `SPARE_NAMES` of
+others. What a disk tier held at start is announced when a request has shown what vLLM calls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed import kv_events
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core import kv_cache_utils
+
+from flexkv.events import BlockEvent, EventStream
+from flexkv.model import HOST, KeyArray
+from flexkv.sync import BlockingKVManager
+
+SPARE_NAMES = 65_536  # names of blocks that are in no tier (yet, or between two)
+CPU = getattr(kv_events, "MEDIUM_CPU", "CPU")
+STORAGE = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+_STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
+_REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
+
+
+def wanted(vllm_config: Any) -> bool:
+    """Whether this engine publishes KV events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What vLLM calls the first blocks of a request, and what is in them."""
+
+    hashes: list[Any]
+    tokens: bytes  # int32, all blocks
+    lora: tuple[int | None, str | None]
+    extra: list[tuple[Any, ...] | None]
+
+
+class _Name(NamedTuple):
+    hash: Any
+    parent: Any
+    tokens: bytes
+    lora: tuple[int | None, str | None]
+    extra: tuple[Any, ...] | None
+
+
+class _Block:
+    """A block that is in a tier, or whose name is known."""
+
+    __slots__ = ("name", "tiers")
+
+    def __init__(self) -> None:
+        self.name: _Name | None = None
+        self.tiers = 0  # a bit for each
+
+
+class EventTranslator:
+    """Listens to a manager on behalf of vLLM's scheduler.
+
+    `naming`, `take` and `busy` are for vLLM's thread, `learn` and `settle` for the manager's.
+    """
+
+    def __init__(self, kv: BlockingKVManager, tokens_per_block: int, vllm_config: Any) -> None:
+        self._kv, self._size = kv, tokens_per_block
+        self._scale = _hashes_per_block(vllm_config.cache_config, tokens_per_block)
+        self._stream: EventStream = kv.events()
+        self._learned: deque[tuple[KeyArray, Naming, int]] = deque()
+        self._bits: dict[str, int] = {}  # of each tier
+        self._blocks: dict[bytes, _Block] = {}
+        self._spare: dict[bytes, None] = {}  # keys of those that are in no tier, oldest first
+        # several keys may stand for one hash: flexkv tells apart what vLLM does not (images that
+        # come later in the prompt); the hash is there as long as one of them is
+        self._held: dict[str, dict[Any, int]] = {CPU: {}, STORAGE: {}}
+        self._settling = 0
+        for event in kv.visit(self._stream.take):
+            self._enter(event)  # nameless: nothing to tell yet
+
+    # --- vLLM's thread
+
+    def naming(self, request: Any, tokens: NDArray[np.int32], blocks: int) -> Naming | None:
+        """Note what vLLM calls the first `blocks` blocks of a request; None if it does not."""
+        scale = self._scale
+        hashes = list(request.block_hashes[scale - 1 : blocks * scale : scale])
+        if not hashes or len(hashes) < blocks:
+            return None
+        if isinstance(kv_cache_utils.maybe_convert_block_hash(hashes[0]), int):
+            hashes = [kv_cache_utils.maybe_convert_block_hash(name) for name in hashes]
+        lora = request.lora_request
+        return Naming(
+            hashes,
+            tokens[: blocks * self._size].tobytes(),
+            (None, None) if lora is None else (lora.lora_int_id, lora.lora_name),
+            _extra_keys(request, blocks, self._size),
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to take, or soon will be."""
+        return self._settling > 0 or self._stream.pending
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return what happened since the last time."""
+        if not self._stream.pending and not self._learned:
+            return []
+        happened = self._kv.visit(self._stream.take) if self._stream.pending else []
+        # in this order: whatever was stored by then has been learned by then
+        events: list[KVCacheEvent] = []
+        while self._learned:
+            events += self._adopt(*self._learned.popleft())
+        for event in happened:
+            events += self._translate(event)
+        return events
+
+    def _adopt(self, keys: KeyArray, naming: Naming, first: int) -> Iterator[KVCacheEvent]:
+        """Give blocks their names; announce those that are in a tier already."""
+        late: dict[str, list[_Name]] = {}
+        for number, key in enumerate(_each(keys), first):
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = _Block()
+                self._spare[key] = None
+            if block.name is None:
+                name = block.name = self._name(naming, number)
+                for tier, bit in self._bits.items():
+                    if block.tiers & bit:
+                        late.setdefault(tier, []).append(name)
+        self._trim()
+        for tier, names in late.items():
+            yield from self._announce(_medium(tier), names)
+
+    def _name(self, naming: Naming, number: int) -> _Name:
+        step = self._size * 4
+        return _Name(
+            naming.hashes[number],
+            naming.hashes[number - 1] if number else None,
+            naming.tokens[number * step : (number + 1) * step],
+            naming.lora,
+            naming.extra[number],
+        )
+
+    def _translate(self, event: BlockEvent) -> Iterable[KVCacheEvent]:
+        medium, bit = _medium(event.tier), self._bit(event.tier)
+        if event.kind == "stored":
+            return self._announce(medium, self._enter(event))
+        if event.kind == "removed":
+            return self._take_back(medium, self._leave(bit, _each(event.keys)))
+        keys = [key for key, block in self._blocks.items() if block.tiers & bit]
+        return self._take_back(medium, self._leave(bit, keys))
+
+    def _bit(self, tier: str) -> int:
+        return self._bits.setdefault(tier, 1 << len(self._bits))
+
+    def _enter(self, event: BlockEvent) -> list[_Name]:
+        """Book blocks as being in a tier; return the names of those that have one."""
+        names, bit = [], self._bit(event.tier)
+        for key in _each(event.keys):
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = _Block()
+            elif not block.tiers:
+                del self._spare[key]
+            block.tiers |= bit
+            if block.name is not None:
+                names.append(block.name)
+        return names
+
+    def _leave(self, bit: int, keys: Iterable[bytes]) -> list[_Name]:
+        """Book blocks as having left a tier; return the names of those that have one."""
+        names = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or not block.tiers & bit:
+                continue
+            block.tiers &= ~bit
+            if block.name is not None:
+                names.append(block.name)
+            if not block.tiers:
+                if block.name is None:
+                    del self._blocks[key]
+                else:  # it may be on its way to another tier
+                    self._spare[key] = None
+        self._trim()
+        return names
+
+    def _trim(self) -> None:
+        for key in list(islice(self._spare, max(0, len(self._spare) - SPARE_NAMES))):
+            del self._spare[key], self._blocks[key]
+
+    def _announce(self, medium: str, names: list[_Name]) -> Iterator[KVCacheEvent]:
+        """Events for what was not in `medium` before, one for every stretch of a prompt."""
+        held, stretch = self._held[medium], list[_Name]()
+        for name in names:
+            held[name.hash] = held.get(name.hash, 0) + 1
+            if held[name.hash] > 1:
+                continue
+            if stretch and (stretch[-1].hash, stretch[-1].lora) != (name.parent, name.lora):
+                yield self._stored(medium, stretch)
+                stretch = []
+            stretch.append(name)
+        if stretch:
+            yield self._stored(medium, stretch)
+
+    def _stored(self, medium: str, names: list[_Name]) -> KVCacheEvent:
+        facts: dict[str, Any] = {
+            "block_hashes": [name.hash for name in names],
+            "parent_block_hash": names[0].parent,
+            "token_ids": np.frombuffer(b"".join(name.tokens for name in names), "<i4").tolist(),
+            "block_size": self._size,
+            "lora_id": names[0].lora[0],
+            "medium": medium,
+            "lora_name": names[0].lora[1],
+            "extra_keys": [name.extra for name in names],
+            "group_idx": 0,
+            "locality": "LOCAL",
+        }
+        return BlockStored(**{name: facts[name] for name in facts.keys() & _STORED_FIELDS})
+
+    def _take_back(self, medium: str, names: list[_Name]) -> Iterator[KVCacheEvent]:
+        held, gone = self._held[medium], []
+        for name in names:
+            held[name.hash] -= 1
+            if not held[name.hash]:
+                del held[name.hash]
+                gone.append(name.hash)
+        if gone:
+            facts = {"block_hashes": gone, "medium": medium, "group_idx": 0, "locality": "LOCAL"}
+            yield BlockRemoved(**{name: facts[name] for name in facts.keys() & _REMOVED_FIELDS})
+
+    # --- the manager's thread
+
+    def learn(self, keys: KeyArray, naming: Naming | None, first: int = 0) -> None:
+        """Hear the keys of blocks, from block `first` of the named ones on."""
+        if naming is not None and len(keys):
+            self._learned.append((keys[: len(naming.hashes) - first], naming, first))
+
+    async def settle(self) -> None:
+        """Stay busy until what has been stored so far is on the disk, or given up."""
+        self._settling += 1
+        try:
+            await self._kv.manager.flush()
+        finally:
+            self._settling -= 1
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._stream.close()
+
+
+def _medium(tier: str) -> str:
+    return CPU if tier == HOST else STORAGE
+
+
+def _each(keys: KeyArray) -> list[bytes]:
+    """The keys one by one."""
+    rows: list[bytes] = np.ascontiguousarray(keys).view("V16").ravel().tolist()
+    return rows
+
+
+def _hashes_per_block(cache_config: Any, tokens_per_block: int) -> int:
+    """How many hashes of vLLM a block has: more than one with a finer prefix_match_unit."""
+    for field in ("hash_block_size", "prefix_match_unit"):
+        unit = getattr(cache_config, field, None)
+        if isinstance(unit, int) and unit and tokens_per_block % unit == 0:
+            return tokens_per_block // unit
+    return 1
+
+
+def _extra_keys(request: Any, blocks: int, size: int) -> list[tuple[Any, ...] | None]:
+    """What else than tokens went into each block's hash, as vLLM publishes it."""
+    if (
+        request.lora_request is None
+        and not getattr(request, "cache_salt", None)
+        and not getattr(request, "mm_features", None)
+    ):
+        return [None] * blocks
+    generate, extra, at = kv_cache_utils.generate_block_hash_extra_keys, [], 0
+    for number in range(blocks):
+        keys, at = generate(request, number * size, (number + 1) * size, at)
+        extra.append(keys)
+    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return extra if untag is None else untag(extra)
