@@ -157,6 +157,11 @@ class EventLog:
         self._streams.append(stream)
         return stream
 
+    @property
+    def listened_to(self) -> bool:
+        """Whether anything is recorded."""
+        return bool(self._streams)
+
     def close(self) -> None:
         """Close every stream."""
         for stream in list(self._streams):

@@ -163,6 +163,7 @@ async def test_nothing_is_recorded_when_nobody_listens(tmp_path: Path) -> None:
         stream.close()
         await rig.put(prompt(1, 3))
         assert not stream.pending
+        assert not rig.kv._stack.events.listened_to
         assert all(audience.watcher is None for audience in rig.kv._stack.index._audiences)
 
 

@@ -1,9 +1,10 @@
 """KV events of host memory and disk, in vLLM's own words and under vLLM's own block hashes.
 
-`EventTranslator.naming` (what vLLM calls the blocks of a request) - `learn` (which keys those are)
-- `take` (what happened, as vLLM's KVCacheEvents) - `settle`, `busy` (events that are still to
-come). The names of a block are kept while it is in a tier, about 0.8 KB each, and `SPARE_NAMES` of
-others. What a disk tier held at start is announced when a request has shown what vLLM calls it.
+`open_events` gives an `EventTranslator`: `naming` (what vLLM calls the blocks of a request) -
+`learn` (which keys those are) - `take` (what happened, as vLLM's KVCacheEvents) - `settle`, `busy`
+(events that are still to come). The name of a block is kept while it is in a tier, in about 0.8 KB,
+and `SPARE_NAMES` of others. What a disk tier held at start is announced when a request has shown
+what vLLM calls it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,9 @@ from flexkv.sync import BlockingKVManager
 SPARE_NAMES = 65_536  # names of blocks that are in no tier (yet, or between two)
 CPU = getattr(kv_events, "MEDIUM_CPU", "CPU")
 STORAGE = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+_LOCAL = {"locality": "LOCAL"}
 _STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
-
-
-def wanted(vllm_config: Any) -> bool:
-    """Whether this engine publishes KV events."""
-    config = getattr(vllm_config, "kv_events_config", None)
-    return config is not None and bool(config.enable_kv_cache_events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +45,7 @@ class Naming:
 
 class _Name(NamedTuple):
     hash: Any
+    group: int
     parent: Any
     tokens: bytes
     lora: tuple[int | None, str | None]
@@ -65,23 +62,46 @@ class _Block:
         self.tiers = 0  # a bit for each
 
 
-class EventTranslator:
-    """Listens to a manager on behalf of vLLM's scheduler.
+class NoEvents:
+    """Nobody listens: nothing is named and nothing taken.
 
     `naming`, `take` and `busy` are for vLLM's thread, `learn` and `settle` for the manager's.
     """
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to take, or soon will be."""
+        return False
+
+    def naming(self, request: Any, tokens: NDArray[np.int32], blocks: int) -> Naming | None:
+        """Note what vLLM calls the first `blocks` blocks of a request; None if it does not."""
+        return None
+
+    def learn(self, keys: KeyArray, naming: Naming | None, first: int = 0, group: int = 0) -> None:
+        """Hear the keys of blocks in a group of layers, from block `first` of the named ones on."""
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return what happened since the last time."""
+        return []
+
+    async def settle(self) -> None:
+        """Stay busy until what has been stored so far is on the disk, or given up."""
+
+
+class EventTranslator(NoEvents):
+    """Listens to a manager on behalf of vLLM's scheduler."""
 
     def __init__(self, kv: BlockingKVManager, tokens_per_block: int, vllm_config: Any) -> None:
         self._kv, self._size = kv, tokens_per_block
         self._scale = _hashes_per_block(vllm_config.cache_config, tokens_per_block)
         self._stream: EventStream = kv.events()
-        self._learned: deque[tuple[KeyArray, Naming, int]] = deque()
+        self._learned: deque[tuple[KeyArray, Naming, int, int]] = deque()
         self._bits: dict[str, int] = {}  # of each tier
         self._blocks: dict[bytes, _Block] = {}
         self._spare: dict[bytes, None] = {}  # keys of those that are in no tier, oldest first
         # several keys may stand for one hash: flexkv tells apart what vLLM does not (images that
         # come later in the prompt); the hash is there as long as one of them is
-        self._held: dict[str, dict[Any, int]] = {CPU: {}, STORAGE: {}}
+        self._held: dict[str, dict[tuple[Any, int], int]] = {CPU: {}, STORAGE: {}}
         self._settling = 0
         for event in kv.visit(self._stream.take):
             self._enter(event)  # nameless: nothing to tell yet
@@ -89,7 +109,7 @@ class EventTranslator:
     # --- vLLM's thread
 
     def naming(self, request: Any, tokens: NDArray[np.int32], blocks: int) -> Naming | None:
-        """Note what vLLM calls the first `blocks` blocks of a request; None if it does not."""
+        """See NoEvents."""
         scale = self._scale
         hashes = list(request.block_hashes[scale - 1 : blocks * scale : scale])
         if not hashes or len(hashes) < blocks:
@@ -106,11 +126,11 @@ class EventTranslator:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to take, or soon will be."""
+        """See NoEvents."""
         return self._settling > 0 or self._stream.pending
 
     def take(self) -> list[KVCacheEvent]:
-        """Return what happened since the last time."""
+        """See NoEvents."""
         if not self._stream.pending and not self._learned:
             return []
         happened = self._kv.visit(self._stream.take) if self._stream.pending else []
@@ -122,7 +142,9 @@ class EventTranslator:
             events += self._translate(event)
         return events
 
-    def _adopt(self, keys: KeyArray, naming: Naming, first: int) -> Iterator[KVCacheEvent]:
+    def _adopt(
+        self, keys: KeyArray, naming: Naming, first: int, group: int
+    ) -> Iterator[KVCacheEvent]:
         """Give blocks their names; announce those that are in a tier already."""
         late: dict[str, list[_Name]] = {}
         for number, key in enumerate(_each(keys), first):
@@ -131,7 +153,7 @@ class EventTranslator:
                 block = self._blocks[key] = _Block()
                 self._spare[key] = None
             if block.name is None:
-                name = block.name = self._name(naming, number)
+                name = block.name = self._name(naming, number, group)
                 for tier, bit in self._bits.items():
                     if block.tiers & bit:
                         late.setdefault(tier, []).append(name)
@@ -139,10 +161,11 @@ class EventTranslator:
         for tier, names in late.items():
             yield from self._announce(_medium(tier), names)
 
-    def _name(self, naming: Naming, number: int) -> _Name:
+    def _name(self, naming: Naming, number: int, group: int) -> _Name:
         step = self._size * 4
         return _Name(
             naming.hashes[number],
+            group,
             naming.hashes[number - 1] if number else None,
             naming.tokens[number * step : (number + 1) * step],
             naming.lora,
@@ -201,10 +224,10 @@ class EventTranslator:
         """Events for what was not in `medium` before, one for every stretch of a prompt."""
         held, stretch = self._held[medium], list[_Name]()
         for name in names:
-            held[name.hash] = held.get(name.hash, 0) + 1
-            if held[name.hash] > 1:
+            held[name[:2]] = held.get(name[:2], 0) + 1
+            if held[name[:2]] > 1:
                 continue
-            if stretch and (stretch[-1].hash, stretch[-1].lora) != (name.parent, name.lora):
+            if stretch and not _follows(stretch[-1], name):
                 yield self._stored(medium, stretch)
                 stretch = []
             stretch.append(name)
@@ -221,40 +244,49 @@ class EventTranslator:
             "medium": medium,
             "lora_name": names[0].lora[1],
             "extra_keys": [name.extra for name in names],
-            "group_idx": 0,
-            "locality": "LOCAL",
+            "group_idx": names[0].group,
+            **_LOCAL,
         }
         return BlockStored(**{name: facts[name] for name in facts.keys() & _STORED_FIELDS})
 
     def _take_back(self, medium: str, names: list[_Name]) -> Iterator[KVCacheEvent]:
-        held, gone = self._held[medium], []
+        held, gone = self._held[medium], dict[int, list[Any]]()
         for name in names:
-            held[name.hash] -= 1
-            if not held[name.hash]:
-                del held[name.hash]
-                gone.append(name.hash)
-        if gone:
-            facts = {"block_hashes": gone, "medium": medium, "group_idx": 0, "locality": "LOCAL"}
+            held[name[:2]] -= 1
+            if not held[name[:2]]:
+                del held[name[:2]]
+                gone.setdefault(name.group, []).append(name.hash)
+        for group, hashes in gone.items():
+            facts = {"block_hashes": hashes, "medium": medium, "group_idx": group, **_LOCAL}
             yield BlockRemoved(**{name: facts[name] for name in facts.keys() & _REMOVED_FIELDS})
 
     # --- the manager's thread
 
-    def learn(self, keys: KeyArray, naming: Naming | None, first: int = 0) -> None:
-        """Hear the keys of blocks, from block `first` of the named ones on."""
+    def learn(self, keys: KeyArray, naming: Naming | None, first: int = 0, group: int = 0) -> None:
+        """See NoEvents."""
         if naming is not None and len(keys):
-            self._learned.append((keys[: len(naming.hashes) - first], naming, first))
+            self._learned.append((keys[: len(naming.hashes) - first], naming, first, group))
 
     async def settle(self) -> None:
-        """Stay busy until what has been stored so far is on the disk, or given up."""
+        """See NoEvents."""
         self._settling += 1
         try:
             await self._kv.manager.flush()
         finally:
             self._settling -= 1
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._stream.close()
+
+def open_events(kv: BlockingKVManager, tokens_per_block: int, vllm_config: Any) -> NoEvents:
+    """Listen to a manager if this engine publishes KV events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    if config is None or not config.enable_kv_cache_events:
+        return NoEvents()
+    return EventTranslator(kv, tokens_per_block, vllm_config)
+
+
+def _follows(before: _Name, name: _Name) -> bool:
+    """Whether two blocks stand side by side in a prompt."""
+    return (before.hash, before.group, before.lora) == (name.parent, name.group, name.lora)
 
 
 def _medium(tier: str) -> str:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from flexkv.integration.vllm.requests import Work
 from flexkv.telemetry import METRICS, Series, Telemetry
 
 SERIES: dict[str, Series] = {
@@ -62,6 +63,19 @@ class FlexKVStats(KVConnectorStats):
         samples = self.data.setdefault("samples", {}).setdefault(name, [])
         if len(samples) < _MOST_SAMPLES:
             samples.append(value)
+
+    def count(self, work: Work, tokens_per_block: int) -> None:
+        """Count a load or a save that has ended."""
+        kind = "load" if work.is_load or work.number else "save"
+        moved = work.moved_tokens
+        missed = len(work.blocks) * tokens_per_block - moved
+        self.add("loaded_tokens" if kind == "load" else "saved_tokens", moved)
+        if missed > 0:
+            self.add(f"failed_{kind}s")
+            if kind == "load":
+                self.add("failed_tokens", missed)
+        if moved:
+            self.observe(f"{kind}_seconds", work.elapsed_s)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add what another has counted; its gauges are newer."""

@@ -25,6 +25,9 @@ class Work:
     silent: bool = False  # vLLM is not to be told: it does not wait
     failed: tuple[int, ...] = ()
     transfer: Transfer | None = None
+    naming: Any = None  # what vLLM calls the blocks, where it wants to hear of them
+    moved_tokens: int = 0
+    elapsed_s: float = 0.0
     reported: bool = False
 
 

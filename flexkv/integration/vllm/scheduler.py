@@ -1,6 +1,7 @@
 """The connector in vLLM's scheduler: owns the manager, matches, launches, reports.
 
-`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `reset`, `close`.
+`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
+`take_stats` - `reset`, `close`.
 
 vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
 manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
@@ -18,14 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.metrics import FlexKVStats, Sampler
 from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.requests import State, Work, namespace_of
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
-from flexkv.transfer import Plan
+from flexkv.transfer import GetResult, Plan
 
 _JOIN_S = 10.0
 _IDLE_S = 0.002
@@ -67,6 +70,8 @@ class SchedulerSide:
         self._news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.stats = FlexKVStats()
+        self._sampler = Sampler(self.kv.manager.telemetry)
+        self._events = open_events(self.kv, self._size, vllm_config)
 
     # --- vLLM's thread
 
@@ -116,6 +121,7 @@ class SchedulerSide:
             self._numbers += 1
             load.number, load.silent = self._numbers, True
             self._awaited.append((load.number, load.blocks))
+        load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
         # The blocks may still be in use by the steps before this one: see RankServer.gate.
@@ -128,7 +134,7 @@ class SchedulerSide:
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self._pending:
+        if not output.total_num_scheduled_tokens and self.busy():
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
             self._news.clear()
@@ -183,20 +189,25 @@ class SchedulerSide:
             return False
         tokens = self._tokens(request, state)[: count * self._size]
         save = Work(request.request_id, list(block_ids[:count]), False)
+        save.naming = self._events.naming(request, tokens, count)
         self._pending += 1
         self.stats.add("saves")
         self.kv.post(self._put, save, tokens, state.namespace)
         return True
 
     def busy(self) -> bool:
-        """Whether an end is still to be reported."""
-        return self._pending > 0
+        """Whether an end, or an event, is still to be reported."""
+        return self._pending > 0 or self._events.busy
+
+    def take_events(self) -> list[Any]:
+        """Return what became readable in which tier, and what left, as vLLM's KVCacheEvents."""
+        return self._events.take()
 
     def take_stats(self) -> FlexKVStats | None:
         """Return what was counted since the last time, or None."""
-        if self.stats.is_empty():
-            return None
-        taken, self.stats = self.stats, FlexKVStats()
+        taken = self._sampler.take(self.stats)
+        if taken is not None:
+            self.stats = FlexKVStats()
         return taken
 
     def reset(self) -> bool:
@@ -243,8 +254,8 @@ class SchedulerSide:
         """Book the end of a load or save; None if nobody is to be told."""
         self._pending -= 1
         work.reported = True
+        self.stats.count(work, self._size)
         if work.is_load and work.failed:
-            self.stats.add("failed_loads")
             state = self._states.get(work.request)
             if state is not None:
                 state.known_tokens, state.load_failed = 0, True
@@ -286,6 +297,7 @@ class SchedulerSide:
                     tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
                 )
             load.transfer = manager.launch(plan, self._slots(load.blocks))
+            self._events.learn(plan.keys, load.naming, computed // self._size)
         except FlexKVError as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
             self._report(load, tuple(load.blocks))
@@ -297,6 +309,7 @@ class SchedulerSide:
             save.transfer = self.kv.manager.put_async(
                 tokens, self._slots(save.blocks), namespace=namespace
             )
+            self._events.learn(save.transfer.keys, save.naming)
         except FlexKVError as error:
             log.warning("vllm.save_failed", request=save.request, error=repr(error))
             self._report(save)
@@ -316,14 +329,17 @@ class SchedulerSide:
         transfer = work.transfer
         assert transfer is not None
         await transfer.quiesced()
-        loaded = 0
         try:
             result = transfer.result()
         except FlexKVError as error:
             log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
         else:
-            loaded = result.loaded if work.is_load and hasattr(result, "loaded") else 0
-        self._report(work, tuple(work.blocks[loaded // self._size :]) if work.is_load else ())
+            work.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
+            work.elapsed_s = result.elapsed_ms / 1e3
+        rest = tuple(work.blocks[work.moved_tokens // self._size :])
+        self._report(work, rest if work.is_load else ())
+        if not work.is_load:
+            await self._events.settle()
 
     def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
         work.failed = failed
