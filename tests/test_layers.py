@@ -74,7 +74,7 @@ OUTSIDE = {
     "transformers": "integration",
     "redis": "",
     "structlog": "telemetry",
-    "prometheus_client": "telemetry",
+    "prometheus_client": "telemetry integration",
     "typer": "cli",
     "rich": "cli",
     "pickle": "",

@@ -1,6 +1,6 @@
 """flexkv's counts on vLLM's way to its log and its /metrics.
 
-`FlexKVStats` (what travels with a step: counts, gauges, samples) - `Sampler` (what the manager has
+`FlexKVStats` (what travels with a step: counts, gauges, samples) - `Metrics` (what the manager has
 counted since the last time) - `FlexKVPromMetrics` (the same on the other side, as Prometheus
 metrics under the names of `flexkv.telemetry` and `SERIES`).
 """
@@ -11,11 +11,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry, start_http_server
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
+from flexkv.errors import ConfigError
 from flexkv.integration.vllm.requests import Work
 from flexkv.telemetry import METRICS, Series, Telemetry
 
@@ -111,11 +113,19 @@ class FlexKVStats(KVConnectorStats):
         return not self.data.get("counts") and not self.data.get("samples")
 
 
-class Sampler:
-    """Reads a manager's telemetry for vLLM's scheduler."""
+class Metrics:
+    """A manager's telemetry as vLLM's scheduler hands it on, and on a port of this machine."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, port: int) -> None:
         self._telemetry = telemetry
+        self._server: tuple[Any, Any] | None = None
+        if port:
+            registry = CollectorRegistry()
+            registry.register(telemetry.collector())
+            try:
+                self._server = start_http_server(port, "127.0.0.1", registry)
+            except OSError as error:
+                raise ConfigError(f"metrics_port {port} cannot be had: {error.strerror}") from error
         self._last: dict[tuple[str, ...], float] = {}
         self._next_s = 0.0
 
@@ -134,6 +144,14 @@ class Sampler:
                 own.add(_key(*key), value - self._last.get(key, 0.0))
                 self._last[key] = value
         return None if own.is_empty() else own
+
+    def close(self) -> None:
+        """Let the port go. Twice is fine."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
 
 class FlexKVPromMetrics(KVConnectorPromMetrics):

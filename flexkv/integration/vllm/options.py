@@ -28,7 +28,8 @@ class Options:
     ends, "prompt" only its prompt, "none" nothing. `socket`: where workers join (default: in a
     private directory). `axes`: letters of the KV tensors, for layouts that are not declared.
     `rank_timeout_ms`: how long a worker may be silent while it owes a copy. `min_load_tokens`:
-    shorter hits are computed instead.
+    shorter hits are computed instead. `metrics_port`: where flexkv's own metrics can be read on
+    127.0.0.1 (0: nowhere).
     """
 
     load: str = "async"
@@ -37,6 +38,7 @@ class Options:
     axes: str = ""
     rank_timeout_ms: int = 1000
     min_load_tokens: int = 0
+    metrics_port: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -22,7 +22,7 @@ from flexkv.errors import FlexKVError
 from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
 from flexkv.integration.vllm.messages import StepNews
-from flexkv.integration.vllm.metrics import FlexKVStats, Sampler
+from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.requests import State, Work, namespace_of
 from flexkv.ranks import RankServer
@@ -70,7 +70,7 @@ class SchedulerSide:
         self._news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.stats = FlexKVStats()
-        self._sampler = Sampler(self.kv.manager.telemetry)
+        self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
 
     # --- vLLM's thread
@@ -205,7 +205,7 @@ class SchedulerSide:
 
     def take_stats(self) -> FlexKVStats | None:
         """Return what was counted since the last time, or None."""
-        taken = self._sampler.take(self.stats)
+        taken = self._metrics.take(self.stats)
         if taken is not None:
             self.stats = FlexKVStats()
         return taken
@@ -221,6 +221,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the manager. Twice is fine."""
+        self._metrics.close()
         self.kv.close()
 
     def _serves(self, request: Any) -> bool:
