@@ -31,8 +31,7 @@ Namespace = Sequence[str] | None
 
 
 class KVManager:
-    """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the
-    engine's slots.
+    """Keeps KV blocks in host memory and on disk, and brings prefixes back into engines' slots.
 
     Use it as `async with KVManager(config) as kv`. All calls belong to the event loop that entered
     it; from other threads use `flexkv.sync.BlockingKVManager`. Tokens and slot mappings may be
@@ -325,7 +324,7 @@ class KVManager:
         """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses
         them.
 
-        Returns the number of tokens forgotten. Their disk slots are free once `flush` returns.
+        Returns the tokens forgotten. Their disk slots are free once `flush` returns.
         """
         stack = self._stack
         keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))

@@ -157,32 +157,32 @@ def test_what_flexkv_counts_is_among_the_servers_metrics(tiny: Path, tmp_path: P
     port = free_port()
     disk = {"disk_cache_bytes": "64MiB", "disk_dirs": [str(tmp_path / "ssd")], "model": "tiny"}
     with serve(tiny, connector(metrics_port=port, **disk)) as server:
-        assert server.metric("flexkv_loads_total") == 0
-        assert "# HELP flexkv_loads_total loads that vLLM asked for" in server.text()
+        assert server.metric("vllm:flexkv_loads_total") == 0
+        assert "# HELP vllm:flexkv_loads_total loads that vLLM asked for" in server.text()
         reuse(server)
         server.ask(prompt(LONG), cache_salt="a")  # its steps carry what came behind the last ones
         blocks = WHOLE // BLOCK
         expected = {
-            "flexkv_loads_total": 1,
-            "flexkv_asked_tokens_total": WHOLE,
-            "flexkv_loaded_tokens_total": WHOLE,
-            "flexkv_failed_tokens_total": 0,
-            "flexkv_load_seconds_count": 1,
-            "flexkv_tier_hit_blocks_total": blocks,
-            "flexkv_loaded_blocks_total": blocks,
+            "vllm:flexkv_loads_total": 1,
+            "vllm:flexkv_asked_tokens_total": WHOLE,
+            "vllm:flexkv_loaded_tokens_total": WHOLE,
+            "vllm:flexkv_failed_tokens_total": 0,
+            "vllm:flexkv_load_seconds_count": 1,
+            "vllm:flexkv_tier_hit_blocks_total": blocks,
+            "vllm:flexkv_loaded_blocks_total": blocks,
         }
         assert {name: server.metric(name) for name in expected} == expected
         for name in (
-            "flexkv_saves_total",
-            "flexkv_saved_tokens_total",
-            "flexkv_queried_blocks_total",
-            "flexkv_stored_blocks_total",
-            'flexkv_transfer_bytes_total{engine="0",model_name="tiny",source="device",target="host"}',
-            'flexkv_transfer_bytes_total{engine="0",model_name="tiny",source="host",target="disk"}',
-            'flexkv_tier_capacity_blocks{engine="0",model_name="tiny",tier="disk"}',
+            "vllm:flexkv_saves_total",
+            "vllm:flexkv_saved_tokens_total",
+            "vllm:flexkv_queried_blocks_total",
+            "vllm:flexkv_stored_blocks_total",
+            'vllm:flexkv_transfer_bytes_total{engine="0",model_name="tiny",source="device",target="host"}',
+            'vllm:flexkv_transfer_bytes_total{engine="0",model_name="tiny",source="host",target="disk"}',
+            'vllm:flexkv_tier_capacity_blocks{engine="0",model_name="tiny",tier="disk"}',
         ):
             assert server.metric(name) > 0, name
-        assert server.metric("flexkv_load_seconds_sum") < 5
+        assert server.metric("vllm:flexkv_load_seconds_sum") < 5
         # the manager's own collector, where the engine's core runs
         own = Server(port, server.process)
         assert own.metric("flexkv_loaded_blocks_total") == blocks

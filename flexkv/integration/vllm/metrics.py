@@ -2,7 +2,7 @@
 
 `FlexKVStats` (what travels with a step: counts, gauges, samples) - `Metrics` (what the manager has
 counted since the last time) - `FlexKVPromMetrics` (the same on the other side, as Prometheus
-metrics under the names of `flexkv.telemetry` and `SERIES`).
+metrics vllm:flexkv_NAME, with the names of `flexkv.telemetry` and `SERIES`).
 """
 
 from __future__ import annotations
@@ -66,19 +66,6 @@ class FlexKVStats(KVConnectorStats):
         if len(samples) < _MOST_SAMPLES:
             samples.append(value)
 
-    def count(self, work: Work, tokens_per_block: int) -> None:
-        """Count a load or a save that has ended."""
-        kind = "load" if work.is_load or work.number else "save"
-        moved = work.moved_tokens
-        missed = len(work.blocks) * tokens_per_block - moved
-        self.add("loaded_tokens" if kind == "load" else "saved_tokens", moved)
-        if missed > 0:
-            self.add(f"failed_{kind}s")
-            if kind == "load":
-                self.add("failed_tokens", missed)
-        if moved:
-            self.observe(f"{kind}_seconds", work.elapsed_s)
-
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add what another has counted; its gauges are newer."""
         for name, amount in other.data.get("counts", {}).items():
@@ -114,10 +101,13 @@ class FlexKVStats(KVConnectorStats):
 
 
 class Metrics:
-    """A manager's telemetry as vLLM's scheduler hands it on, and on a port of this machine."""
+    """What the scheduler's side counts (`add`, `count`) and what its manager does: for vLLM
+    (`take`), and on a port of this machine.
+    """
 
     def __init__(self, telemetry: Telemetry, port: int) -> None:
         self._telemetry = telemetry
+        self._own = FlexKVStats()
         self._server: tuple[Any, Any] | None = None
         if port:
             registry = CollectorRegistry()
@@ -129,11 +119,29 @@ class Metrics:
         self._last: dict[tuple[str, ...], float] = {}
         self._next_s = 0.0
 
-    def take(self, own: FlexKVStats) -> FlexKVStats | None:
-        """Add to `own` counts what the manager has counted meanwhile, and its gauges. Looks when
-        `own` has something, else once a second; None if there is nothing to tell.
+    def add(self, name: str, amount: float = 1) -> None:
+        """Count."""
+        self._own.add(name, amount)
+
+    def count(self, work: Work, tokens_per_block: int) -> None:
+        """Count a load or a save that has ended."""
+        kind = "load" if work.is_load or work.number else "save"
+        moved = work.moved_tokens
+        missed = len(work.blocks) * tokens_per_block - moved
+        self._own.add("loaded_tokens" if kind == "load" else "saved_tokens", moved)
+        if missed > 0:
+            self._own.add(f"failed_{kind}s")
+            if kind == "load":
+                self._own.add("failed_tokens", missed)
+        if moved:
+            self._own.observe(f"{kind}_seconds", work.elapsed_s)
+
+    def take(self) -> FlexKVStats | None:
+        """Return what happened since the last time, with the manager's gauges; None if nothing did.
+
+        The manager is asked when there is something of our own to tell, else once a second.
         """
-        now = time.monotonic()
+        now, own = time.monotonic(), self._own
         if own.is_empty() and now < self._next_s:
             return None
         self._next_s = now + _INTERVAL_S
@@ -143,7 +151,10 @@ class Metrics:
             elif value != self._last.get(key, 0.0):
                 own.add(_key(*key), value - self._last.get(key, 0.0))
                 self._last[key] = value
-        return None if own.is_empty() else own
+        if own.is_empty():
+            return None
+        self._own = FlexKVStats()
+        return own
 
     def close(self) -> None:
         """Let the port go. Twice is fine."""
@@ -155,7 +166,10 @@ class Metrics:
 
 
 class FlexKVPromMetrics(KVConnectorPromMetrics):
-    """Shows what FlexKVStats bring as flexkv_NAME, with vLLM's labels in front of its own."""
+    """Shows what FlexKVStats bring as vllm:flexkv_NAME, with vLLM's labels in front of its own.
+
+    vLLM takes metrics with its name off the registry before it starts another engine there.
+    """
 
     def __init__(
         self,
@@ -172,7 +186,7 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
                     self._metrics[name].labels(*engine)  # shown from the start
 
     def _make(self, name: str, series: Series) -> Any:
-        title, labels = f"flexkv_{name}", [*self._labelnames, *series.labels]
+        title, labels = f"vllm:flexkv_{name}", [*self._labelnames, *series.labels]
         if series.kind == "counter":
             return self._counter_cls(title, series.help, labels)
         if series.kind == "gauge":

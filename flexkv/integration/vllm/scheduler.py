@@ -69,7 +69,6 @@ class SchedulerSide:
         self._done: deque[Work] = deque()
         self._news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.stats = FlexKVStats()
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
 
@@ -127,8 +126,8 @@ class SchedulerSide:
         # The blocks may still be in use by the steps before this one: see RankServer.gate.
         self._server.gate = self._step + 1
         self._pending += 1
-        self.stats.add("loads")
-        self.stats.add("asked_tokens", loading)
+        self._metrics.add("loads")
+        self._metrics.add("asked_tokens", loading)
         self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
 
     def news(self, output: Any) -> StepNews:
@@ -191,7 +190,7 @@ class SchedulerSide:
         save = Work(request.request_id, list(block_ids[:count]), False)
         save.naming = self._events.naming(request, tokens, count)
         self._pending += 1
-        self.stats.add("saves")
+        self._metrics.add("saves")
         self.kv.post(self._put, save, tokens, state.namespace)
         return True
 
@@ -205,10 +204,7 @@ class SchedulerSide:
 
     def take_stats(self) -> FlexKVStats | None:
         """Return what was counted since the last time, or None."""
-        taken = self._metrics.take(self.stats)
-        if taken is not None:
-            self.stats = FlexKVStats()
-        return taken
+        return self._metrics.take()
 
     def reset(self) -> bool:
         """Forget everything that is cached; False if transfers did not end in time."""
@@ -255,7 +251,7 @@ class SchedulerSide:
         """Book the end of a load or save; None if nobody is to be told."""
         self._pending -= 1
         work.reported = True
-        self.stats.count(work, self._size)
+        self._metrics.count(work, self._size)
         if work.is_load and work.failed:
             state = self._states.get(work.request)
             if state is not None:
