@@ -2,7 +2,7 @@
 
 `open_events` gives an `EventTranslator`: `naming` (what vLLM calls the blocks of a request) -
 `learn` (which keys those are) - `take` (what happened, as vLLM's KVCacheEvents) - `settle`, `busy`
-(events that are still to come). The name of a block is kept while it is in a tier, in about 0.8 KB,
+(events that are still to come). The name of a block is kept while it is in a tier, in about 0.6 KB,
 and `SPARE_NAMES` of others. What a disk tier held at start is announced when a request has shown
 what vLLM calls it.
 """
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,22 +43,19 @@ class Naming:
     extra: list[tuple[Any, ...] | None]
 
 
-class _Name(NamedTuple):
+class _Block:
+    """A block that is in a tier, or whose name is known (`named`)."""
+
+    __slots__ = ("extra", "group", "hash", "lora", "named", "parent", "tiers", "tokens")
     hash: Any
-    group: int
     parent: Any
     tokens: bytes
     lora: tuple[int | None, str | None]
     extra: tuple[Any, ...] | None
-
-
-class _Block:
-    """A block that is in a tier, or whose name is known."""
-
-    __slots__ = ("name", "tiers")
+    group: int
 
     def __init__(self) -> None:
-        self.name: _Name | None = None
+        self.named = False
         self.tiers = 0  # a bit for each
 
 
@@ -94,6 +91,8 @@ class EventTranslator(NoEvents):
     def __init__(self, kv: BlockingKVManager, tokens_per_block: int, vllm_config: Any) -> None:
         self._kv, self._size = kv, tokens_per_block
         self._scale = _hashes_per_block(vllm_config.cache_config, tokens_per_block)
+        published = kv_cache_utils.maybe_convert_block_hash(bytes(range(32)))
+        self._as_numbers = isinstance(published, int)
         self._stream: EventStream = kv.events()
         self._learned: deque[tuple[KeyArray, Naming, int, int]] = deque()
         self._bits: dict[str, int] = {}  # of each tier
@@ -114,8 +113,8 @@ class EventTranslator(NoEvents):
         hashes = list(request.block_hashes[scale - 1 : blocks * scale : scale])
         if not hashes or len(hashes) < blocks:
             return None
-        if isinstance(kv_cache_utils.maybe_convert_block_hash(hashes[0]), int):
-            hashes = [kv_cache_utils.maybe_convert_block_hash(name) for name in hashes]
+        if self._as_numbers:  # as maybe_convert_block_hash has it, which asks the environment
+            hashes = [int.from_bytes(name[-8:], "big") for name in hashes]
         lora = request.lora_request
         return Naming(
             hashes,
@@ -146,31 +145,26 @@ class EventTranslator(NoEvents):
         self, keys: KeyArray, naming: Naming, first: int, group: int
     ) -> Iterator[KVCacheEvent]:
         """Give blocks their names; announce those that are in a tier already."""
-        late: dict[str, list[_Name]] = {}
+        late: dict[str, list[_Block]] = {}
+        blocks, spare, step = self._blocks, self._spare, self._size * 4
         for number, key in enumerate(_each(keys), first):
-            block = self._blocks.get(key)
+            block = blocks.get(key)
             if block is None:
-                block = self._blocks[key] = _Block()
-                self._spare[key] = None
-            if block.name is None:
-                name = block.name = self._name(naming, number, group)
+                block = blocks[key] = _Block()
+                spare[key] = None
+            elif block.named:
+                continue
+            block.named, block.group, block.hash = True, group, naming.hashes[number]
+            block.parent = naming.hashes[number - 1] if number else None
+            block.tokens = naming.tokens[number * step : (number + 1) * step]
+            block.lora, block.extra = naming.lora, naming.extra[number]
+            if block.tiers:
                 for tier, bit in self._bits.items():
                     if block.tiers & bit:
-                        late.setdefault(tier, []).append(name)
+                        late.setdefault(tier, []).append(block)
         self._trim()
-        for tier, names in late.items():
-            yield from self._announce(_medium(tier), names)
-
-    def _name(self, naming: Naming, number: int, group: int) -> _Name:
-        step = self._size * 4
-        return _Name(
-            naming.hashes[number],
-            group,
-            naming.hashes[number - 1] if number else None,
-            naming.tokens[number * step : (number + 1) * step],
-            naming.lora,
-            naming.extra[number],
-        )
+        for tier, there in late.items():
+            yield from self._announce(_medium(tier), there)
 
     def _translate(self, event: BlockEvent) -> Iterable[KVCacheEvent]:
         medium, bit = _medium(event.tier), self._bit(event.tier)
@@ -184,78 +178,83 @@ class EventTranslator(NoEvents):
     def _bit(self, tier: str) -> int:
         return self._bits.setdefault(tier, 1 << len(self._bits))
 
-    def _enter(self, event: BlockEvent) -> list[_Name]:
-        """Book blocks as being in a tier; return the names of those that have one."""
-        names, bit = [], self._bit(event.tier)
+    def _enter(self, event: BlockEvent) -> list[_Block]:
+        """Book blocks as being in a tier; return those that have a name."""
+        named, bit = [], self._bit(event.tier)
+        blocks, spare = self._blocks, self._spare
         for key in _each(event.keys):
-            block = self._blocks.get(key)
+            block = blocks.get(key)
             if block is None:
-                block = self._blocks[key] = _Block()
+                block = blocks[key] = _Block()
             elif not block.tiers:
-                del self._spare[key]
+                del spare[key]
             block.tiers |= bit
-            if block.name is not None:
-                names.append(block.name)
-        return names
+            if block.named:
+                named.append(block)
+        return named
 
-    def _leave(self, bit: int, keys: Iterable[bytes]) -> list[_Name]:
-        """Book blocks as having left a tier; return the names of those that have one."""
-        names = []
+    def _leave(self, bit: int, keys: Iterable[bytes]) -> list[_Block]:
+        """Book blocks as having left a tier; return those that have a name."""
+        named = []
         for key in keys:
             block = self._blocks.get(key)
             if block is None or not block.tiers & bit:
                 continue
             block.tiers &= ~bit
-            if block.name is not None:
-                names.append(block.name)
+            if block.named:
+                named.append(block)
             if not block.tiers:
-                if block.name is None:
-                    del self._blocks[key]
-                else:  # it may be on its way to another tier
+                if block.named:  # it may be on its way to another tier
                     self._spare[key] = None
+                else:
+                    del self._blocks[key]
         self._trim()
-        return names
+        return named
 
     def _trim(self) -> None:
         for key in list(islice(self._spare, max(0, len(self._spare) - SPARE_NAMES))):
             del self._spare[key], self._blocks[key]
 
-    def _announce(self, medium: str, names: list[_Name]) -> Iterator[KVCacheEvent]:
+    def _announce(self, medium: str, blocks: list[_Block]) -> Iterator[KVCacheEvent]:
         """Events for what was not in `medium` before, one for every stretch of a prompt."""
-        held, stretch = self._held[medium], list[_Name]()
-        for name in names:
-            held[name[:2]] = held.get(name[:2], 0) + 1
-            if held[name[:2]] > 1:
+        held, stretch = self._held[medium], list[_Block]()
+        for block in blocks:
+            name = (block.hash, block.group)
+            count = held[name] = held.get(name, 0) + 1
+            if count > 1:
                 continue
-            if stretch and not _follows(stretch[-1], name):
+            if stretch and not _follows(stretch[-1], block):
                 yield self._stored(medium, stretch)
                 stretch = []
-            stretch.append(name)
+            stretch.append(block)
         if stretch:
             yield self._stored(medium, stretch)
 
-    def _stored(self, medium: str, names: list[_Name]) -> KVCacheEvent:
+    def _stored(self, medium: str, stretch: list[_Block]) -> KVCacheEvent:
+        first = stretch[0]
         facts: dict[str, Any] = {
-            "block_hashes": [name.hash for name in names],
-            "parent_block_hash": names[0].parent,
-            "token_ids": np.frombuffer(b"".join(name.tokens for name in names), "<i4").tolist(),
+            "block_hashes": [block.hash for block in stretch],
+            "parent_block_hash": first.parent,
+            "token_ids": np.frombuffer(b"".join([b.tokens for b in stretch]), "<i4").tolist(),
             "block_size": self._size,
-            "lora_id": names[0].lora[0],
+            "lora_id": first.lora[0],
             "medium": medium,
-            "lora_name": names[0].lora[1],
-            "extra_keys": [name.extra for name in names],
-            "group_idx": names[0].group,
+            "lora_name": first.lora[1],
+            "extra_keys": [block.extra for block in stretch],
+            "group_idx": first.group,
             **_LOCAL,
         }
         return BlockStored(**{name: facts[name] for name in facts.keys() & _STORED_FIELDS})
 
-    def _take_back(self, medium: str, names: list[_Name]) -> Iterator[KVCacheEvent]:
+    def _take_back(self, medium: str, blocks: list[_Block]) -> Iterator[KVCacheEvent]:
+        """Events for what is not in `medium` any more."""
         held, gone = self._held[medium], dict[int, list[Any]]()
-        for name in names:
-            held[name[:2]] -= 1
-            if not held[name[:2]]:
-                del held[name[:2]]
-                gone.setdefault(name.group, []).append(name.hash)
+        for block in blocks:
+            name = (block.hash, block.group)
+            held[name] -= 1
+            if not held[name]:
+                del held[name]
+                gone.setdefault(block.group, []).append(block.hash)
         for group, hashes in gone.items():
             facts = {"block_hashes": hashes, "medium": medium, "group_idx": group, **_LOCAL}
             yield BlockRemoved(**{name: facts[name] for name in facts.keys() & _REMOVED_FIELDS})
@@ -284,9 +283,9 @@ def open_events(kv: BlockingKVManager, tokens_per_block: int, vllm_config: Any) 
     return EventTranslator(kv, tokens_per_block, vllm_config)
 
 
-def _follows(before: _Name, name: _Name) -> bool:
+def _follows(before: _Block, block: _Block) -> bool:
     """Whether two blocks stand side by side in a prompt."""
-    return (before.hash, before.group, before.lora) == (name.parent, name.group, name.lora)
+    return before.hash == block.parent and before.group == block.group and before.lora == block.lora
 
 
 def _medium(tier: str) -> str:
