@@ -10,7 +10,7 @@ what vLLM calls it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -81,8 +81,14 @@ class NoEvents:
         """Return what happened since the last time."""
         return []
 
-    async def settle(self) -> None:
-        """Stay busy until what has been stored so far is on the disk, or given up."""
+    def settle(self) -> Coroutine[Any, Any, None]:
+        """Be busy, from this call on, until what has been stored so far is on the disk or given up.
+        The returned coroutine has to be run for that.
+        """
+        return self._settled()
+
+    async def _settled(self) -> None:
+        """Nobody is to be told."""
 
 
 class EventTranslator(NoEvents):
@@ -266,9 +272,12 @@ class EventTranslator(NoEvents):
         if naming is not None and len(keys):
             self._learned.append((keys[: len(naming.hashes) - first], naming, first, group))
 
-    async def settle(self) -> None:
+    def settle(self) -> Coroutine[Any, Any, None]:
         """See NoEvents."""
         self._settling += 1
+        return self._settled()
+
+    async def _settled(self) -> None:
         try:
             await self._kv.manager.flush()
         finally:

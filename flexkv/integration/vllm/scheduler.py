@@ -334,9 +334,12 @@ class SchedulerSide:
             work.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
             work.elapsed_s = result.elapsed_ms / 1e3
         rest = tuple(work.blocks[work.moved_tokens // self._size :])
-        self._report(work, rest if work.is_load else ())
-        if not work.is_load:
-            await self._events.settle()
+        if work.is_load:
+            self._report(work, rest)
+            return
+        settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
+        self._report(work)
+        await settled
 
     def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
         work.failed = failed
