@@ -21,9 +21,11 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
+from flexkv.errors import FlexKVError
 from flexkv.events import BlockEvent, EventStream
 from flexkv.model import HOST, KeyArray
 from flexkv.sync import BlockingKVManager
+from flexkv.telemetry import log
 
 SPARE_NAMES = 65_536  # names of blocks that are in no tier (yet, or between two)
 CPU = getattr(kv_events, "MEDIUM_CPU", "CPU")
@@ -280,6 +282,8 @@ class EventTranslator(NoEvents):
     async def _settled(self) -> None:
         try:
             await self._kv.manager.flush()
+        except FlexKVError as error:  # it is closed meanwhile: nobody asks for events any more
+            log.debug("vllm.events_cut_short", error=repr(error))
         finally:
             self._settling -= 1
 
