@@ -1,8 +1,8 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
 `register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
-`wait`, `flush`, `remove`, `reset`. Plain calls answer at once and start work; awaiting a Transfer
-is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
+`wait`, `flush`, `remove`, `reset` - `events`, `usage`. Plain calls start work at once; awaiting a
+Transfer is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
+from flexkv.events import EventStream
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
 from flexkv.layerwise import cut_by_layers
@@ -31,8 +32,7 @@ Namespace = Sequence[str] | None
 
 
 class KVManager:
-    """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the
-    engine's slots.
+    """Keeps KV blocks in host memory and on disk, and brings prefixes back into engines' slots.
 
     Use it as `async with KVManager(config) as kv`. All calls belong to the event loop that entered
     it; from other threads use `flexkv.sync.BlockingKVManager`. Tokens and slot mappings may be
@@ -328,7 +328,7 @@ class KVManager:
         """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses
         them.
 
-        Returns the number of tokens forgotten. Their disk slots are free once `flush` returns.
+        Returns the tokens forgotten. Their disk slots are free once `flush` returns.
         """
         stack = self._stack
         keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
@@ -341,6 +341,10 @@ class KVManager:
         first; calls made meanwhile find and store nothing.
         """
         await self._host.reset()
+
+    def events(self) -> EventStream:
+        """Listen to what becomes readable in which tier and what leaves it; see EventStream."""
+        return self._stack.events.listen()
 
     def usage(self) -> dict[str, dict[str, int]]:
         """Blocks per tier: capacity, free, resident; plus open plans and running transfers under

@@ -13,7 +13,8 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.parallel_state import get_tp_group
 
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.metrics import FlexKVStats
 from flexkv.integration.vllm.scheduler import SchedulerSide
 from flexkv.integration.vllm.worker import WorkerSide
 from flexkv.telemetry import log
@@ -127,8 +128,8 @@ class Calls:
         return self._scheduler is not None and self._scheduler.busy()
 
     def take_events(self) -> Iterable[Any]:
-        """None so far: events of host memory and disk are not published yet."""
-        return ()
+        """See SchedulerSide.take_events."""
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """See SchedulerSide.reset."""

@@ -30,7 +30,8 @@ class Options:
     workers join (default: in a private directory). `axes`: letters of the KV tensors, for layouts
     that are not declared. `rank_timeout_ms`: how long a worker may be silent while it owes a copy.
     `load_wait_ms`: how long a worker waits for a synchronous load before it is computed instead.
-    `min_load_tokens`: shorter hits are computed instead.
+    `min_load_tokens`: shorter hits are computed instead. `metrics_port`: where flexkv's own metrics
+    can be read on 127.0.0.1 (0: nowhere).
     """
 
     load: str = "async"
@@ -41,6 +42,7 @@ class Options:
     rank_timeout_ms: int = 1000
     load_wait_ms: int = 30_000
     min_load_tokens: int = 0
+    metrics_port: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -24,8 +24,10 @@ class Work:
     number: int = 0  # of a load that the workers wait for themselves
     silent: bool = False  # vLLM is not to be told: it does not wait
     failed: tuple[int, ...] = ()
-    stored_tokens: int = 0
     transfer: Transfer | None = None
+    naming: Any = None  # what vLLM calls the blocks, where it wants to hear of them
+    moved_tokens: int = 0
+    elapsed_s: float = 0.0
     reported: bool = False
 
 

@@ -125,8 +125,8 @@ class Saves:
         if save.silent:
             if running is not None and save in running.saves:
                 running.saves.remove(save)
-                running.state.known_tokens = max(running.state.known_tokens, save.stored_tokens)
-                if save.stored_tokens < len(save.blocks) * self._size:  # try again some time
+                running.state.known_tokens = max(running.state.known_tokens, save.moved_tokens)
+                if save.moved_tokens < len(save.blocks) * self._size:  # try again some time
                     running.asked_tokens = running.state.known_tokens
             return False
         left = self._leaving.pop(save.request, 1) - 1

@@ -1,6 +1,7 @@
 """The connector in vLLM's scheduler: owns the manager, matches, launches, reports.
 
-`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `reset`, `close`.
+`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
+`take_stats` - `reset`, `close`.
 
 vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
 manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
@@ -18,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
@@ -73,7 +76,8 @@ class SchedulerSide:
         self._done: deque[Work] = deque()
         self._news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.stats = FlexKVStats()
+        self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
+        self._events = open_events(self.kv, self._size, vllm_config)
 
     # --- vLLM's thread
 
@@ -124,19 +128,20 @@ class SchedulerSide:
             self._numbers += 1
             load.number, load.silent = self._numbers, True
             self._awaited.append((load.number, load.blocks))
+        load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
         # The blocks may still be in use by the steps before this one.
         self._server.stamps.give(load.blocks, self._step + 1, load.number)
         self._pending += 1
-        self.stats.add("loads")
-        self.stats.add("asked_tokens", loading)
+        self._metrics.add("loads")
+        self._metrics.add("asked_tokens", loading)
         self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
 
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self._pending:
+        if not output.total_num_scheduled_tokens and self.busy():
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
             self._news.clear()
@@ -201,21 +206,23 @@ class SchedulerSide:
         save = Work(request.request_id, blocks, False)
         self._server.stamps.give(blocks, self._step)
         self._pending += 1
-        self.stats.add("saves")
+        self._metrics.add("saves")
         tokens = state.read(request)[: len(blocks) * self._size]
+        save.naming = self._events.naming(request, tokens, len(blocks))
         self.kv.post(self._put, save, tokens, state.namespace)
         return save
 
     def busy(self) -> bool:
-        """Whether an end is still to be reported."""
-        return self._pending > 0
+        """Whether an end, or an event, is still to be reported."""
+        return self._pending > 0 or self._events.busy
+
+    def take_events(self) -> list[Any]:
+        """Return what became readable in which tier, and what left, as vLLM's KVCacheEvents."""
+        return self._events.take()
 
     def take_stats(self) -> FlexKVStats | None:
         """Return what was counted since the last time, or None."""
-        if self.stats.is_empty():
-            return None
-        taken, self.stats = self.stats, FlexKVStats()
-        return taken
+        return self._metrics.take()
 
     def reset(self) -> bool:
         """Forget everything that is cached; False if transfers did not end in time."""
@@ -228,6 +235,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the manager. Twice is fine."""
+        self._metrics.close()
         self.kv.close()
 
     def _state(self, request: Any) -> State:
@@ -245,10 +253,10 @@ class SchedulerSide:
         """Book the end of a load or save; None if nobody is to be told."""
         self._pending -= 1
         work.reported = True
+        self._metrics.count(work, self._size)
         if not work.is_load:
             return work if self._saves.over(work) else None
         if work.failed:
-            self.stats.add("failed_loads")
             state = self._states.get(work.request)
             if state is not None:
                 state.known_tokens, state.load_failed = 0, True
@@ -292,6 +300,7 @@ class SchedulerSide:
             layerwise = self._options.load == "sync"
             slots = self._slots(load.blocks)
             load.transfer = manager.launch(plan, slots, layerwise=layerwise)
+            self._events.learn(plan.keys, load.naming, computed // self._size)
         except FlexKVError as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
             self._report(load, tuple(load.blocks))
@@ -303,6 +312,7 @@ class SchedulerSide:
             save.transfer = self.kv.manager.put_async(
                 tokens, self._slots(save.blocks), namespace=namespace
             )
+            self._events.learn(save.transfer.keys, save.naming)
         except FlexKVError as error:
             log.warning("vllm.save_failed", request=save.request, error=repr(error))
             self._report(save)
@@ -322,17 +332,20 @@ class SchedulerSide:
         transfer = work.transfer
         assert transfer is not None
         await transfer.quiesced()
-        loaded = 0
         try:
             result = transfer.result()
         except FlexKVError as error:
             log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
         else:
-            if isinstance(result, GetResult):
-                loaded = result.loaded
-            else:
-                work.stored_tokens = result.stored
-        self._report(work, tuple(work.blocks[loaded // self._size :]) if work.is_load else ())
+            work.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
+            work.elapsed_s = result.elapsed_ms / 1e3
+        rest = tuple(work.blocks[work.moved_tokens // self._size :])
+        if work.is_load:
+            self._report(work, rest)
+            return
+        settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
+        self._report(work)
+        await settled
 
     def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
         work.failed = failed
