@@ -1,10 +1,9 @@
 """The prefix index: which blocks are known, where they can be read, and who leaves first.
 
 `PrefixIndex.match`, `find`, `alone` (keys -> blocks) - `insert` - `land`, `ready`, `drop`
-(residency in a tier) - `pin`, `unpin` - `touch` - `victims`, `evict` - `restore`, `clear` -
-`check_integrity`.
-The Python face of the C index (`_core/index.h`). Everything takes arrays and costs time in
-proportion to the blocks passed; a misuse by our own code is an AssertionError.
+(residency in a tier) - `pin`, `unpin` - `touch` - `victims`, `evict` - `restore`, `clear`. The
+Python face of the C index (`_core/index.h`): everything takes arrays and costs time in proportion
+to the blocks passed; a misuse by our own code is an AssertionError.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from numpy.typing import NDArray
 from flexkv._core import ffi, lib
 from flexkv.alone import AloneBlocks
 from flexkv.errors import CapacityError, ConfigError
-from flexkv.model import BlockIds, BoolArray, KeyArray, SlotIds
-from flexkv.order import U32, TierOrder, as_blocks, as_keys, done, u32, u64
+from flexkv.model import NO_BLOCK, BlockIds, BoolArray, KeyArray, SlotIds
+from flexkv.order import U32, Audience, TierOrder, Watcher, as_blocks, as_keys, done, u32, u64
 from flexkv.protocols import EvictionPolicy, LeafOrder, PolicyContext, Recovered
 
 MAX_TIERS = 8
@@ -35,14 +34,13 @@ class PrefixIndex:
                 f"an index holds up to {MAX_BLOCKS} blocks in 1..{MAX_TIERS} tiers, "
                 f"got {max_blocks} blocks and tiers {tuple(tiers)}"
             )
-        index = lib.fx_index_open(max_blocks, len(tiers))
-        if index == ffi.NULL:
+        if (index := lib.fx_index_open(max_blocks, len(tiers))) == ffi.NULL:
             raise MemoryError(f"no memory for an index of {max_blocks} blocks")
         self.max_blocks, self.tiers = max_blocks, tuple(tiers)
         self._index = ffi.gc(index, lib.fx_index_close)
         self.alone = AloneBlocks(self._index)
         self._orders = tuple(TierOrder(self._index, tier) for tier in range(len(tiers)))
-        self._policies: list[EvictionPolicy | None] = [None] * len(tiers)
+        self._audiences = tuple(Audience() for _ in tiers)
 
     def __len__(self) -> int:
         """Entries: blocks that are somewhere, on their way, pinned, or ancestors of such."""
@@ -80,21 +78,17 @@ class PrefixIndex:
         Raises:
             CapacityError: the index is full; nothing was done.
         """
+        self.require(len(keys))
         keys = as_keys(keys)
         blocks = np.empty(len(keys), U32)
-        code = lib.fx_index_insert(self._index, u64(keys), len(keys), parent, u32(blocks))
-        if code == lib.FX_INDEX_FULL:
-            self.require(len(keys))
-        done(code)
+        done(lib.fx_index_insert(self._index, u64(keys), len(keys), parent, u32(blocks)))
         return blocks
 
     def require(self, count: int) -> None:
         """Raise CapacityError if there is no room for `count` new entries."""
         if len(self) + count > self.max_blocks:
-            raise CapacityError(
-                f"{count} new blocks do not fit into the index: "
-                f"{len(self)} of {self.max_blocks} entries are used"
-            )
+            used = f"{len(self)} of {self.max_blocks} entries are used"
+            raise CapacityError(f"{count} new blocks do not fit into the index: {used}")
 
     # residency
 
@@ -110,9 +104,7 @@ class PrefixIndex:
         self._check_tier(tier)
         blocks = as_blocks(blocks)
         done(lib.fx_index_ready(self._index, tier, u32(blocks), len(blocks)))
-        policy = self._policies[tier]
-        if policy is not None and len(blocks):
-            policy.inserted(blocks, now)
+        self._audiences[tier].came(blocks, now)
 
     def drop(self, tier: int, blocks: BlockIds) -> SlotIds:
         """Make blocks ABSENT in a tier and return their slots (NO_SLOT where they were already).
@@ -130,9 +122,7 @@ class PrefixIndex:
                 self._index, tier, u32(blocks), len(blocks), u32(slots), u32(ready), count
             )
         )
-        policy = self._policies[tier]
-        if policy is not None and count[0]:
-            policy.removed(ready[: count[0]])
+        self._audiences[tier].left(ready[: count[0]])
         return slots
 
     def slots(self, tier: int, blocks: BlockIds) -> SlotIds:
@@ -158,7 +148,8 @@ class PrefixIndex:
         """Tell every tier's policy which `blocks`, in prompt order, READY there, were used."""
         blocks = as_blocks(blocks)
         here = np.empty(len(blocks), U32)
-        for tier, policy in enumerate(self._policies):
+        for tier, audience in enumerate(self._audiences):
+            policy = audience.policy
             if policy is None:
                 continue
             count = done(
@@ -218,7 +209,7 @@ class PrefixIndex:
         capacity = self.max_blocks if capacity_blocks is None else capacity_blocks
         name, order = self.tiers[tier], self._orders[tier]
         policy.open(PolicyContext(name, capacity, self.max_blocks, order, dict(settings or {})))
-        self._policies[tier] = policy
+        self._audiences[tier].policy = policy
 
     def order(self, tier: int) -> LeafOrder:
         """The ranked leaf order of a tier."""
@@ -241,7 +232,7 @@ class PrefixIndex:
         """Ask the policy for up to `count` blocks to evict, leaves first; change nothing."""
         self._check_tier(tier)
         count = max(0, min(count, self.resident(tier)))
-        policy = self._policies[tier]
+        policy = self._audiences[tier].policy
         if policy is None or getattr(policy, "ranked", False):
             return self._orders[tier].take(count)
         chosen, found = np.empty(count, U32), 0
@@ -269,15 +260,14 @@ class PrefixIndex:
         `keys` still answers for the returned blocks until the next `insert`.
         """
         self._check_tier(tier)
-        policy = self._policies[tier]
+        policy = self._audiences[tier].policy
         if policy is not None and not getattr(policy, "ranked", False):
             return (blocks := self.victims(tier, count)), self.drop(tier, blocks)
         count = max(0, min(count, self.max_blocks))
         blocks, slots = np.empty(count, U32), np.empty(count, U32)
         taken = lib.fx_index_evict(self._index, tier, count, u32(blocks), u32(slots))
         blocks, slots = (blocks, slots) if taken == count else (blocks[:taken], slots[:taken])
-        if policy is not None and taken:
-            policy.removed(blocks)
+        self._audiences[tier].left(blocks)
         return blocks, slots
 
     # what an entry is
@@ -296,6 +286,15 @@ class PrefixIndex:
         done(lib.fx_index_parents(self._index, u32(blocks), len(blocks), u32(parents)))
         return parents
 
+    def parent_keys(self, blocks: BlockIds) -> KeyArray:
+        """Return the keys of the parents of blocks, zeros for first blocks of prompts."""
+        parents = self.parents(blocks)
+        first = np.flatnonzero(parents == NO_BLOCK)
+        parents[first] = 0  # any entry will do
+        keys = self.keys(parents)
+        keys[first] = 0
+        return keys
+
     def depths(self, blocks: BlockIds) -> NDArray[np.uint32]:
         """Return how many blocks stand before each in its prompt (0 = first block)."""
         blocks = as_blocks(blocks)
@@ -304,6 +303,11 @@ class PrefixIndex:
         return depths
 
     # the whole
+
+    def watch(self, tier: int, watcher: Watcher | None) -> None:
+        """Tell `watcher` (None: nobody) which blocks become READY in a tier, or cease to be."""
+        self._check_tier(tier)
+        self._audiences[tier].watcher = watcher
 
     def restore(self, tier: int, recovered: Recovered, now: float) -> BoolArray:
         """Rebuild entries from what a store kept, READY in `tier`; say which rows were taken.
@@ -316,34 +320,23 @@ class PrefixIndex:
         depths, slots = as_blocks(recovered.depths), as_blocks(recovered.slots)
         rows = len(keys)
         assert len(parents) == len(depths) == len(slots) == rows, "ragged columns"
-        kept, blocks = np.empty(rows, np.uint8), np.empty(rows, np.uint32)
-        count = done(
-            lib.fx_index_restore(
-                self._index,
-                tier,
-                u64(keys),
-                u64(parents),
-                u32(depths),
-                u32(slots),
-                rows,
-                ffi.from_buffer("uint8_t[]", kept),
-                u32(blocks),
-            )
-        )
-        policy = self._policies[tier]
-        if policy is not None and count:
-            policy.inserted(blocks[:count], now)
+        kept, blocks = np.empty(rows, np.uint8), np.empty(rows, U32)
+        columns = (u64(keys), u64(parents), u32(depths), u32(slots))
+        found = (ffi.from_buffer("uint8_t[]", kept), u32(blocks))
+        count = done(lib.fx_index_restore(self._index, tier, *columns, rows, *found))
+        self._audiences[tier].came(blocks[:count], now)
         return kept.view(np.bool_)
+
+    def readable(self, tier: int) -> BlockIds:
+        """Return all blocks that are READY in a tier, in no order; it looks at every entry."""
+        blocks = np.empty(self.max_blocks, U32)
+        return blocks[: lib.fx_index_all(self._index, tier, u32(blocks))]
 
     def clear(self) -> None:
         """Forget everything. Nothing may be pinned."""
         assert self.pinned == 0, "an index with pins is not cleared"
-        for tier, policy in enumerate(self._policies):
-            if policy is not None:
-                blocks = np.empty(self.max_blocks, np.uint32)
-                blocks = blocks[: lib.fx_index_all(self._index, tier, u32(blocks))]
-                if len(blocks):
-                    policy.removed(blocks)
+        for tier, audience in enumerate(self._audiences):
+            audience.emptied(self.readable(tier))
         lib.fx_index_clear(self._index)
 
     def check_integrity(self) -> None:

@@ -8,7 +8,7 @@ content until somebody takes them: vLLM's pool still knows those that it could h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.integration.vllm.geometry import Geometry
+from flexkv.model import KeyArray
+from flexkv.transfer import Plan
 
 NULL_BLOCK = 0
 
@@ -66,10 +68,11 @@ class GroupTable:
     def to_save(
         self, request: Any, ids: Sequence[Sequence[int]], count: int, ends: Iterable[int]
     ) -> Found:
-        """Find the first `count` blocks of a request, and of windows those before `count` and
-        before each of `ends`, if the whole window is there.
+        """Find the first `count` blocks of a request; of windows, those before the last of them and
+        before each of `ends` (tokens), if the whole window is there.
         """
-        found, last = Found(), {count, *(end for end in ends if 0 < end < count)}
+        blocks = (tokens // self._size for tokens in ends)
+        found, last = Found(), {count, *(end for end in blocks if 0 < end < count)}
         for number, window in self._groups:
             if window is None:
                 found.held.append(None)
@@ -77,12 +80,37 @@ class GroupTable:
                 continue
             here: dict[int, int] = {}
             for end in sorted(last):
-                here |= self._window(
-                    request, ids[number], number, range(max(0, end - window), end), found
-                )
+                table, span = ids[number], range(max(0, end - window), end)
+                self._add_window(request, table, number, span, here, found)
             found.held.append(np.array(sorted(here), np.int64))
             found.blocks += [here[position] for position in sorted(here)]
         return found
+
+    def loaded(self, plan: Plan) -> Iterator[tuple[KeyArray, int, int]]:
+        """Yield the keys of a load by stretches: keys, number of the first block, vLLM's group."""
+        start, end = 0, (plan.offset + plan.matched) // self._size
+        for (number, _), tokens in zip(self._groups, plan.parts, strict=True):
+            count = tokens // self._size
+            yield plan.keys[start : start + count], end - count, number
+            start += count
+
+    def saved(
+        self, keys: KeyArray, held: Sequence[NDArray[np.int64] | None] | None
+    ) -> Iterator[tuple[KeyArray, int, int]]:
+        """Yield the keys of a save likewise."""
+        left = len(keys) - sum(0 if some is None else len(some) for some in held or ())
+        chained = [number for number, window in self._groups if window is None]
+        start = 0
+        for (number, _), some in zip(self._groups, held or (None,), strict=True):
+            if some is None:
+                count = left // len(chained)
+                yield keys[start : start + count], 0, number
+                start += count
+                continue
+            for stretch in np.split(some, np.flatnonzero(np.diff(some) > 1) + 1):
+                if len(stretch):
+                    yield keys[start : start + len(stretch)], int(stretch[0]), number
+                    start += len(stretch)
 
     def complete(self, ids: Sequence[Sequence[int]], count: int) -> int:
         """Return how many of `count` blocks every group without a window has."""
@@ -94,24 +122,32 @@ class GroupTable:
             self._pool.free_blocks(reversed(kept))
             kept.clear()
 
-    def _window(
-        self, request: Any, table: Sequence[int], number: int, positions: range, found: Found
-    ) -> dict[int, int]:
-        """Blocks by position; none if one is missing."""
-        here, kept = {}, []
-        for position in positions:
-            block = table[position] if position < len(table) else NULL_BLOCK
+    def _add_window(
+        self,
+        request: Any,
+        table: Sequence[int],
+        number: int,
+        span: range,
+        here: dict[int, int],
+        found: Found,
+    ) -> None:
+        """Add the blocks of a window to those by position; nothing if one is missing."""
+        blocks, kept = {}, []
+        for position in span:
+            block = here.get(position, NULL_BLOCK)
+            if block == NULL_BLOCK and position < len(table):
+                block = int(table[position])
             if block == NULL_BLOCK:
                 cached = self._cached(request, position, number)
                 if cached is None:
-                    return {}
+                    return
                 kept.append(cached)
-                block = cached.block_id
-            here[position] = int(block)
+                block = int(cached.block_id)
+            blocks[position] = block
         if kept:
             self._pool.touch(kept)
             found.kept += kept
-        return here
+        here |= blocks
 
     def _cached(self, request: Any, position: int, number: int) -> Any:
         """A block that the pool knows and nobody has: then nobody can be about to write it."""

@@ -1,34 +1,32 @@
 """The connector in vLLM's scheduler: owns the manager, matches, launches, reports.
 
-`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `reset`, `close`.
+`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
+`take_stats` - `reset`, `close`.
 
 vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
-manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
-save that was started is reported exactly once, when none of its bytes can move any more.
+manager's loop thread (`Carrier`), and what becomes of it waits there for the next step. Each load
+and each save that was started is reported exactly once, when none of its bytes can move any more.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flexkv.errors import FlexKVError, TransferError
+from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.carrier import Carrier
+from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
-from flexkv.integration.vllm.groups import NULL_BLOCK, GroupTable
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.groups import GroupTable
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
-from flexkv.integration.vllm.requests import State, Work, namespace_of
+from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
+from flexkv.integration.vllm.saves import Saves
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
-from flexkv.transfer import Plan
 
 _JOIN_S = 10.0
 _IDLE_S = 0.002
@@ -48,10 +46,8 @@ class SchedulerSide:
         self._options = Options.read(transfer.kv_connector_extra_config)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
-        self.groups = GroupTable(geometry)
-        self._load = self._options.load if self.groups.by_block else "async"
-        if self._load != self._options.load:
-            log.warning("vllm.load", asked=self._options.load, used=self._load, why="hybrid model")
+        self._groups = GroupTable(geometry)
+        self.asynchronous = self._options.load == "async" or not self._groups.by_block
         self._server = RankServer(
             self._options.socket_path(vllm_config),
             shares=[geometry.share(rank).block_bytes for rank in range(geometry.ranks)],
@@ -64,94 +60,115 @@ class SchedulerSide:
         self.kv.register(None)
         if not self._server.wait_ready(_JOIN_S):
             log.warning("vllm.workers_missing", ranks=geometry.ranks)
+        at_end = self._options.save == "none" or not self._groups.by_block
+        self._saves = Saves(
+            0 if at_end else self._options.save_every_tokens,
+            self._size,
+            self._save,
+            prompt_only=self._options.save == "prompt",
+        )
         self._states: dict[str, State] = {}
         self._step = 0
         self._numbers = 0
         self._pending = 0
         self._awaited: list[tuple[int, list[int]]] = []
-        self._done: deque[Work] = deque()
-        self._news = threading.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.stats = FlexKVStats()
+        self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
+        self._events = open_events(self.kv, self._size, vllm_config)
+        self._carrier = Carrier(
+            self.kv.manager,
+            self._server,
+            self._groups,
+            self._events,
+            asynchronous=self.asynchronous,
+        )
 
     # --- vLLM's thread
 
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self._groups.bind(pool)
+
     def arrived(self, request: Any) -> None:
         """Take in a new request: its tokens become an array here, not when it is scheduled."""
-        if self._serves(request):
-            self._tokens(request, self._state(request))
+        if serves(request):
+            self._state(request).read(request)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """Return how many tokens behind `computed` can be loaded, and whether asynchronously."""
-        if computed % self._size or not self._server.ready or not self._serves(request):
+        if computed % self._size or not self._server.ready or not serves(request):
             return 0, False
         state = self._state(request)
-        if state.gave_up:
+        if state.load_failed:
+            # It is computed now. Were a load offered again, vLLM would count its blocks twice when
+            # it looks for room, and with little of that wait for ever.
             return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
-            tokens = self._tokens(request, state)
+            tokens = state.read(request)
             try:
-                plan = self.kv.visit(self._match, tokens, state, computed)
+                plan = self.kv.visit(self._carrier.match, tokens, state, computed)
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
             state.asked = question
             state.plan = plan
-            self.groups.keep_window(request, state.junction_tokens)
+            self._groups.keep_window(request, state.junction_tokens)
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
-        return state.plan.matched, self._load == "async"
+        return state.plan.matched, self.asynchronous
 
     def allocated(self, request: Any, blocks: Any, loading: int) -> None:
         """Start the load of `loading` tokens into the request's blocks; 0: there is none."""
         state = self._states.get(request.request_id)
         if state is None:
             return
+        self._saves.admitted(request, state)
         if not loading:
             self._drop_plan(state)
             return
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        parts = self.groups.to_load(blocks.get_block_ids(), first, last)
+        parts = self._groups.to_load(blocks.get_block_ids(), first, last)
         load = Work(request.request_id, list(chain.from_iterable(parts)), True, tokens=loading)
         load.parts = tuple(len(part) * self._size for part in parts)
-        if self._load == "sync":
+        if not self.asynchronous:
             self._numbers += 1
             load.number, load.silent = self._numbers, True
             self._awaited.append((load.number, load.blocks))
+        load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one: see RankServer.gate.
-        self._server.gate = self._step + 1
+        # The blocks may still be in use by the steps before this one.
+        self._server.stamps.give(load.blocks, self._step + 1, load.number)
         self._pending += 1
-        self.stats.add("loads")
-        self.stats.add("asked_tokens", loading)
-        self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
+        self._metrics.add("loads")
+        self._metrics.add("asked_tokens", loading)
+        self.kv.post(self._carrier.launch, load, plan, state.tokens, state.namespace, computed)
 
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self._pending:
+        if not output.total_num_scheduled_tokens and self.busy():
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
-            self._news.clear()
-            if not self._done:
-                self._news.wait(_IDLE_S)
-        news = StepNews(self._step, awaited=self._awaited)
+            self._carrier.news.clear()
+            if not self._carrier.done:
+                self._carrier.news.wait(_IDLE_S)
+        withdrawn = self._saves.scheduled(output)
+        news = StepNews(self._step, awaited=self._awaited, withdrawn=withdrawn)
         self._awaited = []
-        while self._done:
-            work = self._settle(self._done.popleft())
+        while self._carrier.done:
+            work = self._settle(self._carrier.done.popleft())
             if work is None:
                 continue
             (news.received if work.is_load else news.sent).add(work.request)
-            if self.groups.by_block:
-                news.failed.update(work.failed)
-            elif work.failed:
+            if work.failed and not self._groups.by_block:
                 news.failed_requests.add(work.request)
+            elif not work.number:  # of those the workers know by themselves
+                news.failed.update(work.failed)
         return news
 
     def outcome(self, output: Any) -> None:
@@ -159,14 +176,15 @@ class SchedulerSide:
 
         Failures go the other way, because vLLM has looked at failed blocks before it asks here.
         """
-        for work in list(self._done):
+        for work in list(self._carrier.done):
             if work.failed:
                 continue
-            self._done.remove(work)
+            self._carrier.done.remove(work)
             if self._settle(work) is None:
                 continue
             name = "finished_recving" if work.is_load else "finished_sending"
             setattr(output, name, {*(getattr(output, name) or ()), work.request})
+        self._saves.computed()
 
     def finished(self, request: Any, block_ids: Sequence[list[int]]) -> bool:
         """Forget a request; store its blocks, given by group. True: they stay in use until its end
@@ -175,44 +193,54 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
+        name, saves = request.request_id, list(self._saves.finished(request.request_id))
         self._drop_plan(state)
         load = state.load
         if load is not None and not load.reported:
             if not load.number:  # vLLM waits for its end by itself
-                self.kv.post(self._cancel, load)
+                self.kv.post(self._carrier.cancel, load)
                 return False
             # A synchronous load is not cut short: vLLM may count its blocks as cached already.
-            load.is_load = load.silent = False
-            return True
+            load.is_load = False
+            return self._saves.wait_for(name, [*saves, load])
         ended = request.get_finished_reason()
         if self._options.save == "none" or getattr(ended, "name", None) not in _WHOLE_ENDS:
-            return False
+            return self._saves.wait_for(name, saves)
         usable = min(request.num_tokens - 1, request.num_computed_tokens)
         if self._options.save == "prompt":
             usable = min(usable, request.num_prompt_tokens)
-        count = self.groups.complete(block_ids, usable // self._size)
-        if count * self._size <= state.known_tokens:
-            return False
-        # where the next request may part from this one
+        count = self._groups.complete(block_ids, usable // self._size)
+        covered = max([state.known_tokens, *(save.tokens for save in saves)])
+        if count * self._size > covered:
+            saves.append(self._save(request, state, block_ids, count))
+        return self._saves.wait_for(name, saves)
+
+    def _save(self, request: Any, state: State, block_ids: Sequence[list[int]], count: int) -> Work:
+        """Store a request's first `count` blocks, given by group."""
+        # of windows, those before places where the next request may part from this one
         ends = request.num_prompt_tokens, request.num_prompt_tokens - 1, state.junction_tokens
-        found = self.groups.to_save(request, block_ids, count, (end // self._size for end in ends))
-        save = Work(request.request_id, found.blocks, False, held=found.held, kept=found.kept)
+        found = self._groups.to_save(request, block_ids, count, ends)
+        save = Work(request.request_id, found.blocks, False, tokens=count * self._size)
+        save.held, save.kept = found.held, found.kept
+        self._server.stamps.give(save.blocks, self._step)
         self._pending += 1
-        self.stats.add("saves")
-        tokens = self._tokens(request, state)[: count * self._size]
-        self.kv.post(self._put, save, tokens, state.namespace)
-        return True
+        self._metrics.add("saves")
+        tokens = state.read(request)[: save.tokens]
+        save.naming = self._events.naming(request, tokens, count)
+        self.kv.post(self._carrier.put, save, tokens, state.namespace)
+        return save
 
     def busy(self) -> bool:
-        """Whether an end is still to be reported."""
-        return self._pending > 0
+        """Whether an end, or an event, is still to be reported."""
+        return self._pending > 0 or self._events.busy
+
+    def take_events(self) -> list[Any]:
+        """Return what became readable in which tier, and what left, as vLLM's KVCacheEvents."""
+        return self._events.take()
 
     def take_stats(self) -> FlexKVStats | None:
         """Return what was counted since the last time, or None."""
-        if self.stats.is_empty():
-            return None
-        taken, self.stats = self.stats, FlexKVStats()
-        return taken
+        return self._metrics.take()
 
     def reset(self) -> bool:
         """Forget everything that is cached; False if transfers did not end in time."""
@@ -225,29 +253,14 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the manager. Twice is fine."""
+        self._metrics.close()
         self.kv.close()
-
-    def _serves(self, request: Any) -> bool:
-        """Whether a request is known by its tokens, and may be looked up."""
-        return (
-            request.prompt_token_ids is not None
-            and getattr(request, "prompt_embeds", None) is None
-            and not getattr(request, "skip_reading_prefix_cache", False)
-        )
 
     def _state(self, request: Any) -> State:
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = State(namespace_of(request))
         return state
-
-    def _tokens(self, request: Any, state: State) -> NDArray[np.int32]:
-        """The request's tokens so far; only new ones are converted."""
-        have = len(state.tokens)
-        if request.num_tokens > have:
-            new = np.array(request.all_token_ids[have:], np.int32)
-            state.tokens = np.concatenate((state.tokens, new)) if have else new
-        return state.tokens
 
     def _drop_plan(self, state: State) -> None:
         plan, state.plan = state.plan, None
@@ -258,107 +271,12 @@ class SchedulerSide:
         """Book the end of a load or save; None if nobody is to be told."""
         self._pending -= 1
         work.reported = True
-        self.groups.give_back(work.kept)
-        if work.is_load and work.failed:
-            self.stats.add("failed_loads")
+        self._groups.give_back(work.kept)
+        self._metrics.count(work, self._size)
+        if not work.is_load:
+            return work if self._saves.over(work) else None
+        if work.failed:
             state = self._states.get(work.request)
             if state is not None:
-                state.known_tokens, state.gave_up = 0, True
+                state.known_tokens, state.load_failed = 0, True
         return None if work.silent else work
-
-    # --- the manager's thread
-
-    def _match(self, tokens: NDArray[np.int32], state: State, computed: int) -> Plan | None:
-        # A step computes one token at least. vLLM takes it back from an asynchronous load, which
-        # it cannot do with a window: the block before may have been given up.
-        leave = 0 if self._load == "async" and self.groups.by_block else 1
-        plan = self.kv.manager.get_match(
-            tokens,
-            namespace=state.namespace,
-            computed_tokens=computed,
-            leave_tokens=leave,
-            groups=self.groups.cache,
-        )
-        found = plan.offset + plan.matched
-        state.junction_tokens = plan.reach if plan.reach > found else 0
-        if plan.matched:
-            return plan
-        plan.cancel()
-        return None
-
-    def _slots(self, blocks: list[int]) -> NDArray[np.int64]:
-        starts = np.asarray(blocks, np.int64) * self._size
-        return (starts[:, None] + np.arange(self._size)).reshape(-1)
-
-    def _launch(
-        self,
-        load: Work,
-        plan: Plan | None,
-        tokens: NDArray[np.int32],
-        namespace: tuple[str, ...],
-        computed: int,
-    ) -> None:
-        manager = self.kv.manager
-        try:
-            if plan is None or not plan.open or plan.matched != load.tokens:
-                if plan is not None:
-                    plan.cancel()
-                plan = manager.get_match(
-                    tokens[: computed + load.tokens],
-                    namespace=namespace,
-                    computed_tokens=computed,
-                    groups=self.groups.cache,
-                )
-            if not self.groups.by_block and (plan.parts != load.parts or NULL_BLOCK in load.blocks):
-                plan.cancel()
-                raise TransferError(f"{plan.parts} tokens for blocks of {load.parts}")
-            load.transfer = manager.launch(plan, self._slots(load.blocks))
-        except FlexKVError as error:
-            log.warning("vllm.load_failed", request=load.request, error=repr(error))
-            self._report(load, tuple(load.blocks))
-            return
-        self._watch(load)
-
-    def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
-        try:
-            save.transfer = self.kv.manager.put_async(
-                tokens,
-                self._slots(save.blocks),
-                namespace=namespace,
-                groups=self.groups.cache,
-                held=save.held,
-            )
-        except FlexKVError as error:
-            log.warning("vllm.save_failed", request=save.request, error=repr(error))
-            self._report(save)
-            return
-        self._watch(save)
-
-    def _cancel(self, work: Work) -> None:
-        if work.transfer is not None:
-            work.transfer.cancel()
-
-    def _watch(self, work: Work) -> None:
-        task = asyncio.get_running_loop().create_task(self._wait_for(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _wait_for(self, work: Work) -> None:
-        transfer = work.transfer
-        assert transfer is not None
-        await transfer.quiesced()
-        loaded = 0
-        try:
-            result = transfer.result()
-        except FlexKVError as error:
-            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
-        else:
-            loaded = result.loaded if work.is_load and hasattr(result, "loaded") else 0
-        self._report(work, tuple(work.blocks[loaded // self._size :]) if work.is_load else ())
-
-    def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
-        work.failed = failed
-        if work.number:
-            self._server.tell_loaded(work.number, failed)
-        self._done.append(work)
-        self._news.set()
