@@ -9,8 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import made
 from engines import BLOCK, Engine, connector, prompt
 from test_offline import ANSWER, LONG, WHOLE, check_idle, reuse
+from test_server import reuse as through_server
+from test_server import serve
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -90,3 +93,16 @@ def test_preemption_aborts_and_failed_loads_change_no_answer_of_a_hybrid_model(
         metrics = engine.metrics()
         assert metrics["vllm:num_preemptions"] > 0
         assert metrics["vllm:external_prefix_cache_hits"] > 0
+
+
+def test_stages_of_a_pipeline_hold_one_block_together(tmp_path: Path) -> None:
+    """Three layers over two stages. Without compiling vLLM's CPU workers cannot pass on what the
+    first stage has computed.
+    """
+    model = made(tmp_path / "three", "3")
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
+    stages = ["--pipeline-parallel-size", "2", "--no-enforce-eager"]
+    compiled = ["--compilation-config", '{"mode": 2, "backend": "eager"}']
+    with serve(model, connector(), *stages, *compiled, **cores) as server:
+        through_server(server)
+        assert len(server.workers()) == 2
