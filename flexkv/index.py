@@ -38,9 +38,8 @@ class PrefixIndex:
             raise MemoryError(f"no memory for an index of {max_blocks} blocks")
         self.max_blocks, self.tiers = max_blocks, tuple(tiers)
         self._index = ffi.gc(index, lib.fx_index_close)
-        self.alone = AloneBlocks(self._index)
+        self.alone, self._audiences = AloneBlocks(self._index), tuple(Audience() for _ in tiers)
         self._orders = tuple(TierOrder(self._index, tier) for tier in range(len(tiers)))
-        self._audiences = tuple(Audience() for _ in tiers)
 
     def __len__(self) -> int:
         """Entries: blocks that are somewhere, on their way, pinned, or ancestors of such."""
@@ -87,8 +86,8 @@ class PrefixIndex:
     def require(self, count: int) -> None:
         """Raise CapacityError if there is no room for `count` new entries."""
         if len(self) + count > self.max_blocks:
-            used = f"{len(self)} of {self.max_blocks} entries are used"
-            raise CapacityError(f"{count} new blocks do not fit into the index: {used}")
+            room = f"{len(self)} of {self.max_blocks} entries are used"
+            raise CapacityError(f"{count} new blocks do not fit into the index: {room}")
 
     # residency
 

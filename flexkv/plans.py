@@ -25,7 +25,6 @@ class Plans:
         planner: Planner,
         completions: Completions,
         telemetry: Telemetry,
-        *,
         tokens_per_block: int,
         ttl_ms: float,
     ) -> None:

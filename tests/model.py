@@ -42,12 +42,14 @@ def keys_of(path: Path) -> KeyArray:
     return np.array(rows, np.uint64).reshape(-1, 2)
 
 
-WINDOW = 2  # blocks
+WINDOWS = (2, 3)  # blocks
 
 
 def groups_of(path: Path) -> list[GroupKeys]:
-    """The keys of a prompt in a model of two groups: full attention, a window of two blocks."""
-    return [GroupKeys(keys_of(path)), GroupKeys(keys_of(path) ^ np.uint64(1 << 60), WINDOW)]
+    """The keys of a prompt in a model of three groups: full attention and two windows."""
+    keys = keys_of(path)
+    marked = [keys ^ np.uint64((i + 1) << 60) for i in range(len(WINDOWS))]
+    return [GroupKeys(keys), *map(GroupKeys, marked, WINDOWS)]
 
 
 @dataclass(eq=False)
@@ -121,11 +123,11 @@ class World:
         self.runs.append(run)
         self._reap(run)
 
-    def plan_put(self, path: Path, held: list[int] | None = None) -> None:
-        """Put a prompt, with `held` as one of two groups of which the second has these blocks."""
+    def plan_put(self, path: Path, *held: list[int]) -> None:
+        """Put a prompt; of the groups with a window, these blocks."""
         self.now += 1
-        groups = groups_of(path)[: 1 if held is None else 2]
-        groups[1:] = [group.only(held) for group in groups[1:]]
+        groups = groups_of(path)[: 1 + len(held)]
+        groups[1:] = [group.only(some) for group, some in zip(groups[1:], held, strict=True)]
         put = self.planner.plan_put(groups, self.now)
         self.start(put.saves)
         self.puts.append((put, self._fill_device(put.keys)))

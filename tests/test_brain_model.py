@@ -15,6 +15,7 @@ from flexkv.ledger import SpillMode
 from flexkv.model import HOST, IOStatus
 
 POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo"]
+held = st.sets(st.integers(0, 5), max_size=6).map(lambda gone: set(range(6)) - gone)
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 statuses = st.sampled_from([IOStatus.LANDED] * 6 + list(IOStatus))
 outcomes = st.one_of(st.just([IOStatus.LANDED] * 8), st.lists(statuses, min_size=1, max_size=8))
@@ -41,15 +42,16 @@ class Brain(RuleBasedStateMachine):
         except CapacityError:
             self.world.check()
 
-    @rule(path=paths, held=st.sets(st.integers(0, 5)))
-    def plan_put_of_two_groups(self, path: tuple[int, ...], held: set[int]) -> None:
+    @rule(path=paths, near=held, nearer=held)
+    def plan_put_of_groups(self, path: tuple[int, ...], near: set[int], nearer: set[int]) -> None:
         try:
-            self.world.plan_put(path, sorted(number for number in held if number < len(path)))
+            parts = [sorted(n for n in some if n < len(path)) for some in (near, nearer)]
+            self.world.plan_put(path, *parts)
         except CapacityError:
             self.world.check()
 
     @rule(path=paths, first=st.integers(0, 3))
-    def get_two_groups(self, path: tuple[int, ...], first: int) -> None:
+    def get_groups(self, path: tuple[int, ...], first: int) -> None:
         self.world.get_groups(groups_of(path), first)
 
     @rule(path=paths)

@@ -64,6 +64,17 @@ async def test_a_match_ends_where_every_group_has_what_it_needs(tmp_path: Path) 
         assert await get(rig, tokens[: 2 * SIZE]) == 0
 
 
+async def test_what_one_window_lacks_the_others_need_not_have(tmp_path: Path) -> None:
+    async with open_rig(tmp_path, host=16) as rig:
+        tokens, far = prompt(1, 5), CacheGroup("far", window_tokens=8)
+        groups, held = (FULL, NEAR, far), (None, [0, 3, 4], [0, 1, 2])
+        await rig.kv.put_async(tokens, slots_of(range(11)), groups=groups, held=held)
+        # NEAR has windows behind 5 blocks and 1, `far` behind 3, 2 and 1
+        plan = rig.kv.get_match(tokens, groups=groups)
+        assert (plan.matched, plan.parts) == (SIZE, (SIZE, SIZE, SIZE))
+        plan.cancel()
+
+
 async def test_groups_and_prompts_without_them_share_no_blocks(tmp_path: Path) -> None:
     async with open_rig(tmp_path) as rig:
         tokens = prompt(1, 2)
