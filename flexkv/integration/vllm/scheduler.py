@@ -2,7 +2,7 @@
 
 `matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `reset`, `close`.
 
-vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
+vLLM's thread only asks for matches, in between what the loop does; everything else is posted to the
 manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
 save that was started is reported exactly once, when none of its bytes can move any more.
 """
@@ -124,7 +124,8 @@ class SchedulerSide:
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self._pending:
+        begins = self._server.gate == self._step  # a load waits for this step
+        if not output.total_num_scheduled_tokens and self._pending and not begins:
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
             self._news.clear()
