@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from held_crew import held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray

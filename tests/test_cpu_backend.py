@@ -13,7 +13,6 @@ from typing import Any
 import kv_layouts
 import numpy as np
 import pytest
-from held_crew import held
 from loop_matrix import LOOPS, run_on
 from numpy.typing import NDArray
 
