@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexkv.testing.device import DeviceBackendTests as DeviceBackendTests
     from flexkv.testing.harness import DeviceHarness as DeviceHarness
+    from flexkv.testing.harness import StorageHarness as StorageHarness
+    from flexkv.testing.storage import StorageBackendTests as StorageBackendTests
 
 _WHERE = {
     "DeviceBackendTests": "device",
+    "StorageBackendTests": "storage",
     "DeviceHarness": "harness",
+    "StorageHarness": "harness",
 }
 __all__ = list(_WHERE)
 

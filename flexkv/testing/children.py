@@ -1,4 +1,4 @@
-"""Work in other processes: `in_child` (a spawned one, descriptors sent along) - `in_fork`.
+"""Work in other processes: `in_child` (spawned, descriptors sent along) - `until_killed` - `in_fork`.
 
 Functions given to them are module-level, so that a spawned child finds them by name; what they
 return or raise comes back.
@@ -6,6 +6,7 @@ return or raise comes back.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -95,3 +96,38 @@ def in_fork(work: Callable[[], Any]) -> None:
     _, status = os.waitpid(pid, 0)
     if status:
         raise ChildError(text or f"a forked process ended with status {status}")
+
+
+def until_killed(work: Callable[..., Any], *arguments: Any, messages: int) -> list[Any]:
+    """Run `work(*arguments, say)` in a spawned process and kill it (SIGKILL) after so many `say`s.
+
+    Returns all that was said. Raises ChildError when it ends by itself.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_talk, args=(there, work, arguments), daemon=True)
+    child.start()
+    there.close()
+    said: list[Any] = []
+    try:
+        while len(said) < messages:
+            said.append(here.recv())
+        child.kill()
+        with contextlib.suppress(EOFError):  # that is all
+            while True:
+                said.append(here.recv())
+    except EOFError:
+        child.join(_JOIN_S)
+        raise ChildError(
+            f"the process of {work.__name__} ended with {child.exitcode} after it said {said[-2:]}"
+        ) from None
+    finally:
+        child.kill()
+        child.join()
+        child.close()
+        here.close()
+    return said
+
+
+def _talk(link: Connection, work: Callable[..., Any], arguments: Any) -> None:
+    work(*arguments, link.send)

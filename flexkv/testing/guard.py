@@ -86,6 +86,11 @@ def on_loop(
                     await test(self, *args, **kwargs)
                 except Unsupported as reason:
                     pytest.skip(str(reason))
+                except BaseExceptionGroup as several:
+                    told, _ = several.split(ContractError)
+                    if told is None:
+                        raise
+                    raise _first(told) from None
             if scope.cancelled_caught:
                 raise AssertionError(
                     f"not over after {self.limit_s:g} s: something waits for a completion that does "
@@ -95,6 +100,11 @@ def on_loop(
         anyio.run(main, backend_options=self.loop_options)
 
     return run
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 async def within(limit_s: float, work: Awaitable[T], door: str, what: str) -> T:

@@ -178,6 +178,7 @@ class StorageHarness(Harness):
     """
 
     capacity_blocks: int = 32
+    """At least 32."""
     persistent: bool = True
     """Whether blocks are found again by `open` after `aclose`."""
     exclusive: bool = True
@@ -190,18 +191,18 @@ class StorageHarness(Harness):
 
     # --- the back door
 
-    def read_back(self, place: Path, slot: int, key: Bytes, spec: KVSpec) -> Bytes:
+    def read_back(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec) -> Bytes:
         """The stored bytes of a block, shape [spec.block_bytes], not through the backend.
 
-        `place` is what `settings` was given, `key` the 16 bytes of the block's key. The store is
-        open or closed.
+        `place` is what `settings` was given, `key` the block's key, shape [2]. The store is open or
+        closed.
 
         Raises:
             Unsupported: what is stored cannot be seen; the tests that need it are skipped.
         """
         raise Unsupported("give the harness `read_back` to check what is stored")
 
-    def write_raw(self, place: Path, slot: int, key: Bytes, spec: KVSpec, data: Bytes) -> None:
+    def write_raw(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec, data: Bytes) -> None:
         """Overwrite the stored bytes of a block, which must come back as damaged.
 
         Raises:

@@ -1,0 +1,9 @@
+from flexkv.testing import StorageBackendTests
+from flexkv.testing.built_in import DiskHarness
+from flexkv.backends.disk import DiskBackend
+import pytest
+
+class TestDisk(StorageBackendTests):
+    @pytest.fixture(params=["auto", "threads"])
+    def harness(self, request):
+        return DiskHarness(DiskBackend, {"engine": request.param})
