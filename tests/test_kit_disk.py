@@ -3,6 +3,7 @@ from flexkv.testing.built_in import DiskHarness
 from flexkv.backends.disk import DiskBackend
 import pytest
 
+
 class TestDisk(StorageBackendTests):
     @pytest.fixture(params=["auto", "threads"])
     def harness(self, request):

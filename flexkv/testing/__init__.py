@@ -11,18 +11,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flexkv.testing.codec import CodecTests as CodecTests
     from flexkv.testing.device import DeviceBackendTests as DeviceBackendTests
+    from flexkv.testing.direct import DirectStorageTests as DirectStorageTests
+    from flexkv.testing.harness import CodecHarness as CodecHarness
     from flexkv.testing.harness import DeviceHarness as DeviceHarness
+    from flexkv.testing.harness import DirectHarness as DirectHarness
+    from flexkv.testing.harness import PolicyHarness as PolicyHarness
     from flexkv.testing.harness import StorageHarness as StorageHarness
+    from flexkv.testing.policy import EvictionPolicyTests as EvictionPolicyTests
     from flexkv.testing.storage import StorageBackendTests as StorageBackendTests
 
 _WHERE = {
+    "CodecHarness": "harness",
+    "CodecTests": "codec",
     "DeviceBackendTests": "device",
-    "StorageBackendTests": "storage",
     "DeviceHarness": "harness",
+    "DirectHarness": "harness",
+    "DirectStorageTests": "direct",
+    "EvictionPolicyTests": "policy",
+    "PolicyHarness": "harness",
+    "StorageBackendTests": "storage",
     "StorageHarness": "harness",
 }
-__all__ = list(_WHERE)
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:

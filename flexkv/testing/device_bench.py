@@ -186,13 +186,18 @@ class DeviceBench:
 
 @contextlib.asynccontextmanager
 async def opened(
-    bench: DeviceBench, spec: KVSpec, *, slots: int = SLOTS, **settings: Any
+    bench: DeviceBench,
+    spec: KVSpec,
+    *,
+    slots: int = SLOTS,
+    identity: Identity | None = None,
+    **settings: Any,
 ) -> AsyncIterator[OpenDevice]:
     """Open a backend of the bench; require that it closes, and that every ticket came back."""
     harness, close = bench.harness, "DeviceBackend.aclose"
     completions = Completions(crew_threads=2, crew_queue=CREW_QUEUE)
     arena = Arena(slots, spec.stride_bytes, huge_pages=False)
-    identity = Identity("flexkv-kit", spec=spec)
+    identity = identity or Identity("flexkv-kit", spec=spec)
     chosen = harness.settings(bench.place) | settings
     services = Services(completions, arena, identity, chosen, slots)
     device = OpenDevice(harness, spec, harness.make(), services, bench.rng)

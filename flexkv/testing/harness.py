@@ -202,7 +202,9 @@ class StorageHarness(Harness):
         """
         raise Unsupported("give the harness `read_back` to check what is stored")
 
-    def write_raw(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec, data: Bytes) -> None:
+    def write_raw(
+        self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec, data: Bytes
+    ) -> None:
         """Overwrite the stored bytes of a block, which must come back as damaged.
 
         Raises:

@@ -189,7 +189,9 @@ class StorageBackendTests(StorageLifeTests, StorageRestartTests):
             gone = await store.drop([4, 5, 20])
             _expect(gone, [LANDED, LANDED, MISSING], DISCARD, "two blocks and one unknown")
             expected = [LANDED] * 4 + [MISSING] * 2 + [LANDED] * 2
-            _expect(await store.get(list(range(8))), expected, READ, "blocks 4 and 5 were discarded")
+            _expect(
+                await store.get(list(range(8))), expected, READ, "blocks 4 and 5 were discarded"
+            )
             await _all_land(store, [4])
             _expect(await store.get([4]), [LANDED], READ, "a block stored again after a discard")
 
@@ -204,7 +206,9 @@ class StorageBackendTests(StorageLifeTests, StorageRestartTests):
             batch = store.batch([4, 5])
             batch.keys[:] = 0
             statuses = (await store.backend.discard(batch)).tolist()
-            _expect(statuses, [LANDED, MISSING], DISCARD, "keys of zeros, of a full and an empty slot")
+            _expect(
+                statuses, [LANDED, MISSING], DISCARD, "keys of zeros, of a full and an empty slot"
+            )
             _expect(await store.get([4]), [MISSING], READ, "a slot discarded by a key of zeros")
 
     @on_loop
@@ -218,7 +222,9 @@ class StorageBackendTests(StorageLifeTests, StorageRestartTests):
                         await verb([1], [slot])
 
     @on_loop
-    async def test_what_is_stored_are_the_bytes_that_were_written(self, bench: StorageBench) -> None:
+    async def test_what_is_stored_are_the_bytes_that_were_written(
+        self, bench: StorageBench
+    ) -> None:
         """Read through the back door, open and closed: a store must not vouch for itself."""
         async with opened(bench) as store:
             await _all_land(store, [1, 2, 3])
@@ -293,9 +299,7 @@ class StorageBackendTests(StorageLifeTests, StorageRestartTests):
                 _expect(statuses, [MISSING] * 2, READ, "what a failed write was to replace")
 
 
-async def _all_land(
-    store: OpenStore, numbers: list[int], slots: list[int] | None = None
-) -> None:
+async def _all_land(store: OpenStore, numbers: list[int], slots: list[int] | None = None) -> None:
     _expect(await store.put(numbers, slots), [LANDED] * len(numbers), WRITE, "a plain write")
 
 

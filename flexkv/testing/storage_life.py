@@ -71,7 +71,9 @@ class StorageLifeTests(StorageKit):
                 async with opened(bench):
                     pass
             statuses = await store.get([1])
-            require(statuses == [LANDED], OPEN, "refusing a second owner cost the first one a block")
+            require(
+                statuses == [LANDED], OPEN, "refusing a second owner cost the first one a block"
+            )
 
     @on_loop
     async def test_opening_and_closing_leaves_nothing_behind(self, bench: StorageBench) -> None:
@@ -251,5 +253,3 @@ async def _nothing_lands_any_more(store: OpenStore) -> None:
         f"bytes landed in host slots {late} after aclose returned: they belong to somebody else by "
         "then",
     )
-
-

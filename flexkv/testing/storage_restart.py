@@ -183,7 +183,9 @@ class StorageRestartTests(StorageKit):
             kept = {slot: number for slot, number in held.items() if slot not in unsure}
             found = {at: number for number, (at, *_) in store.recovered_rows().items()}
             lost = sorted(set(kept.items()) - set(found.items())) if bench.slotted else []
-            require(not lost, WRITE, f"killed after write said LANDED: (slot, block) {lost} are gone")
+            require(
+                not lost, WRITE, f"killed after write said LANDED: (slot, block) {lost} are gone"
+            )
             statuses = await store.get(list(kept.values()), list(kept))
             require(
                 statuses == [LANDED] * len(kept),
@@ -229,5 +231,3 @@ def _write_for_ever(origin: Origin, place: str, say: object) -> None:
                 number += 1
 
     anyio.run(main)
-
-
