@@ -2,8 +2,8 @@
 
 `available` (name -> distributions, importing nothing) - `plugins` (also duplicates) - `load`
 (the object, checked) - `register` (for tests and embedded use) - `refresh` (forget the scan after
-packages changed). Groups: `BACKENDS`, `POLICIES`, `CODECS`, and `HARNESSES` (how the conformance kit
-gets at the memory of a plug-in of that name); built-ins use the same entry points.
+packages changed). Groups: `BACKENDS`, `POLICIES`, `CODECS`, and `HARNESSES` (how the conformance
+kit gets at the memory of a plug-in of that name); built-ins use the same entry points.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from flexkv.errors import ClosedError, ConfigError, InputError, LayoutError, Tra
 from flexkv.memory import Arena
 from flexkv.model import NO_SLOT, Identity, KVSpec, LayerGroup
 from flexkv.protocols import BlockCopy, DeviceBackend, Region, Services
+from flexkv.testing.held_crew import held
 
 SENTINEL = 0xA5
 

@@ -1,7 +1,8 @@
+import pytest
+
+from flexkv.backends.cpu import CpuBackend
 from flexkv.testing import DeviceBackendTests
 from flexkv.testing.built_in import CpuHarness
-from flexkv.backends.cpu import CpuBackend
-import pytest
 
 
 class TestCpu(DeviceBackendTests):

@@ -1,7 +1,8 @@
+import pytest
+
+from flexkv.backends.disk import DiskBackend
 from flexkv.testing import StorageBackendTests
 from flexkv.testing.built_in import DiskHarness
-from flexkv.backends.disk import DiskBackend
-import pytest
 
 
 class TestDisk(StorageBackendTests):

@@ -6,8 +6,8 @@ from flexkv.policies.lfu import LFU
 from flexkv.policies.lru import LRU
 from flexkv.policies.mru import MRU
 from flexkv.policies.slru import SLRU
-from flexkv.testing.policy import EvictionPolicyTests
 from flexkv.testing.harness import PolicyHarness
+from flexkv.testing.policy import EvictionPolicyTests
 
 
 class TestPolicies(EvictionPolicyTests):

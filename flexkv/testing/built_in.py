@@ -36,7 +36,7 @@ class CpuHarness(DeviceHarness):
 
 
 class DiskHarness(StorageHarness):
-    """The `disk` backend, in `directories` folders. What moves in the crew stands for the device."""
+    """The `disk` backend, in `directories` folders. Its crew's work stands for the device's."""
 
     directories = 2
 

@@ -1,4 +1,4 @@
-"""Work in other processes: `in_child` (spawned, descriptors sent along) - `until_killed` - `in_fork`.
+"""Work in other processes: `in_child` (spawned), `until_killed`, `in_fork`.
 
 Functions given to them are module-level, so that a spawned child finds them by name; what they
 return or raise comes back.
@@ -28,7 +28,8 @@ def in_child(
 ) -> Any:
     """Run `work(*arguments)` in a spawned process and return what it returns.
 
-    Where there are `fds`, it is given its own ones as the last argument, a tuple; `work` closes them.
+    Where there are `fds`, it is given its own ones as the last argument, a tuple; `work` closes
+    them.
 
     Raises:
         ChildError: it raised, ended without an answer, or took longer than `limit_s`.

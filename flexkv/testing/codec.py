@@ -6,6 +6,7 @@ Subclass it in a test module and return a `CodecHarness` from the fixture `harne
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -46,11 +47,12 @@ class CodecTests(KitTests):
             and codec.flexkv_api == API_VERSION
             and isinstance(codec.lossy, bool),
             "Codec",
-            f"{codec!r} must have flexkv_api = {API_VERSION}, lossy = True or False, and every verb",
+            f"{codec!r} must have flexkv_api = {API_VERSION}, lossy = True or False, and every "
+            "verb",
         )
 
     def test_the_size_is_a_number_of_bytes(
-        self, harness: CodecHarness, spec: KVSpec, record_property: pytest.RecordProperty
+        self, harness: CodecHarness, spec: KVSpec, record_property: Callable[[str, object], None]
     ) -> None:
         codec = harness.make()
         size = codec.encoded_bytes(spec)
@@ -71,7 +73,7 @@ class CodecTests(KitTests):
     def test_encoding_fills_exactly_the_bytes_it_asked_for(
         self, harness: CodecHarness, spec: KVSpec, flexkv_rng: random.Random
     ) -> None:
-        """Nothing beyond the target, and no byte of it left to chance: it is stored and checksummed."""
+        """Nothing beyond the target, and no byte of it left to chance: all are checksummed."""
         codec, source = harness.make(), _values(spec, flexkv_rng, 5)
         size, results = codec.encoded_bytes(spec), []
         for fill in (0x5A, 0xA5):
@@ -84,7 +86,7 @@ class CodecTests(KitTests):
             require(beyond, ENCODE, what)
             results.append(room[:, :size].copy())
         require(
-            np.array_equal(*results),
+            np.array_equal(results[0], results[1]),
             ENCODE,
             f"of the {size} bytes that encoded_bytes promised, some were not written, or the same "
             "block is encoded otherwise the next time",
@@ -169,7 +171,7 @@ def _round_trip(codec: Codec, spec: KVSpec, source: Bytes) -> Bytes:
 
 
 def _values(spec: KVSpec, rng: random.Random, blocks: int) -> Bytes:
-    """Blocks of plausible values: normal, of different magnitudes. Bytes where there are no floats."""
+    """Blocks of normal values of different magnitudes; bytes where there are no floats."""
     dtype = spec.groups[0].dtype
     chance = np.random.default_rng(rng.randrange(1 << 32))
     if dtype not in ("bfloat16", "float16", "float32"):

@@ -124,8 +124,8 @@ class DeviceBackendTests(DeviceLifeTests, DeviceProcessTests):
                 require(
                     same(memory.snapshot(), expected),
                     COPY,
-                    f"item i pairs device_blocks[i] with host_slots[i]: blocks {blocks} went through "
-                    f"slots {slots} to blocks {targets} and came out otherwise",
+                    f"item i pairs device_blocks[i] with host_slots[i]: blocks {blocks} went "
+                    f"through slots {slots} to blocks {targets} and came out otherwise",
                 )
 
     @pytest.mark.parametrize("axes", ["PBNHD", "BLPNHD", "BPHND"])
@@ -268,8 +268,8 @@ class DeviceBackendTests(DeviceLifeTests, DeviceProcessTests):
                 require(
                     np.array_equal(device.bytes_of(0), memory.block(before, 2)),
                     COPY,
-                    f"after {turn} other regions that are gone by now, block 2 of a new region came "
-                    "with other bytes: what is remembered of a region must not outlive it",
+                    f"after {turn} other regions that are gone by now, block 2 of a new region "
+                    "came with other bytes: what is remembered of a region must not outlive it",
                 )
                 device.kept.append(memory)
                 device.region = None

@@ -160,8 +160,8 @@ class DeviceLifeTests(DeviceKit):
                     require(
                         not closed.is_set(),
                         CLOSE,
-                        "aclose returned while a copy that its caller gave up on was in flight: its "
-                        "memory would be given away",
+                        "aclose returned while a copy that its caller gave up on was in flight: "
+                        "its memory would be given away",
                     )
                 await within(bench.limit_s, closed.wait(), CLOSE, "aclose does not end")
             await _nothing_lands_any_more(device, memory)
@@ -218,9 +218,9 @@ class DeviceLifeTests(DeviceKit):
     ) -> None:
         async with opened(bench, LARGE) as device:
             memory = device.memory(bench.axes("PBNHD"), 8, plain=True)
-            with bench.harness.fail(device.backend, device.services):
-                with refused(TransferError, COPY, "a copy that the hardware failed"):
-                    await device.copy(range(8), range(8), to_device=to_device)
+            failing = bench.harness.fail(device.backend, device.services)
+            with failing, refused(TransferError, COPY, "a copy that the hardware failed"):
+                await device.copy(range(8), range(8), to_device=to_device)
             memory.fill(device.rng)
             before = memory.snapshot()
             await device.copy([5], [3], to_device=False)
@@ -245,8 +245,8 @@ class DeviceLifeTests(DeviceKit):
             require(
                 not stall_ms,
                 COPY,
-                f"a copy of 48 MiB keeps the event loop from running for {stall_ms:.1f} ms, most of "
-                "its duration: wait for a ticket instead of the hardware",
+                f"a copy of 48 MiB keeps the event loop from running for {stall_ms:.1f} ms, most "
+                "of its duration: wait for a ticket instead of the hardware",
             )
 
     @on_loop

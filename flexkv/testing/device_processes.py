@@ -97,8 +97,8 @@ class DeviceProcessTests(DeviceKit):
             require(
                 False,
                 PROBE,
-                "after probe() in a process, a fork of it cannot use the device any more: probe must "
-                f"not create a context, nor may import\n{error}",
+                "after probe() in a process, a fork of it cannot use the device any more: probe "
+                f"must not create a context, nor may import\n{error}",
             )
 
     @on_loop

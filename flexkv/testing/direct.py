@@ -1,7 +1,7 @@
 """What a device backend must do that reads from a store by itself; `DirectStorageTests` is the set.
 
-Subclass it in a test module and return a `DirectHarness` from the fixture `harness`. The tests of the
-device itself are `DeviceBackendTests`.
+Subclass it in a test module and return a `DirectHarness` from the fixture `harness`. The tests of
+the device itself are `DeviceBackendTests`.
 """
 
 from __future__ import annotations

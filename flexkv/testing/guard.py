@@ -1,8 +1,8 @@
-"""What every test of the kit shares: a loop to run on, a limit of time, messages that name the contract.
+"""What every test of the kit shares: a loop, a limit of time, messages that name the contract.
 
 `on_loop` (run an `async def` test, whatever pytest plug-ins are installed) - `require` (a violated
-contract, in a sentence) - `within` (something must end in time) - `Ticker`, `stalled_share` (was the
-loop kept from running) - `no_blocking_calls` - `leftovers` (descriptors and threads).
+contract, in a sentence) - `within` (something must end in time) - `Ticker`, `longest_stall` (was
+the loop kept from running) - `no_blocking_calls` - `leftovers` (descriptors and threads).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import anyio
 import pytest
@@ -93,13 +93,13 @@ def on_loop(
                     raise _first(told) from None
             if scope.cancelled_caught:
                 raise AssertionError(
-                    f"not over after {self.limit_s:g} s: something waits for a completion that does "
-                    "not come"
+                    f"not over after {self.limit_s:g} s: something waits for a completion that "
+                    "does not come"
                 )
 
         anyio.run(main, backend_options=self.loop_options)
 
-    return run
+    return cast("Callable[Concatenate[S, P], None]", run)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -210,8 +210,8 @@ async def give_up(
     require(
         task.done(),
         door,
-        f"a caller that was cancelled, or whose deadline passed, is kept for more than {limit_s:g} s: "
-        "let it go, and let close wait for the hardware",
+        "a caller that was cancelled, or whose deadline passed, is kept for more than "
+        f"{limit_s:g} s: let it go, and let close wait for the hardware",
     )
 
 
@@ -221,8 +221,8 @@ def tickets_are_back(completions: Completions, door: str) -> None:
     require(
         completions.in_flight == 0,
         door,
-        f"{completions.in_flight} tickets are still out although the backend is closed: a completion "
-        "is missing, or close did not wait for it",
+        f"{completions.in_flight} tickets are still out although the backend is closed: a "
+        "completion is missing, or close did not wait for it",
     )
     require(
         completions.stale == 0,

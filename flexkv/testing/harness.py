@@ -1,8 +1,8 @@
 """What the kit must know about a plug-in: how it is made, and a back door to its bytes.
 
 `DeviceHarness` (device memory: `allocate`, `tensor`, `read_back`, `write_raw`, `free`) -
-`StorageHarness` (a store's content: `settings`, `read_back`, `write_raw`) - `DirectHarness` (both) -
-`PolicyHarness` - `CodecHarness`. The defaults fit host memory and stores without a back door; a
+`StorageHarness` (a store's content: `settings`, `read_back`, `write_raw`) - `DirectHarness` (both)
+- `PolicyHarness` - `CodecHarness`. The defaults fit host memory and stores without a back door; a
 plug-in brings its own under its own name in the entry-point group `flexkv.harnesses`, or returns it
 from the `harness` fixture of its test class.
 
@@ -35,11 +35,11 @@ from flexkv.protocols import (
 Bytes = NDArray[np.uint8]
 CREW_QUEUE = 256  # jobs that wait for the two crew threads of the kit's services, at most
 
-PER_LAYER = "BPNHD PBNHD BNPHD BPHND PBHND BHNC BNHC TPHD PTHD HTC".split()
-ONE_TENSOR = "LBPNHD BLPNHD LPBNHD LBHNC BLHNC LTPHD".split()
+PER_LAYER = ["BPNHD", "PBNHD", "BNPHD", "BPHND", "PBHND", "BHNC", "BNHC", "TPHD", "PTHD", "HTC"]
+ONE_TENSOR = ["LBPNHD", "BLPNHD", "LPBNHD", "LBHNC", "BLHNC", "LTPHD"]
 
 
-class Unsupported(Exception):  # noqa: N818 - a state, not a fault: the tests that need it are skipped
+class Unsupported(Exception):
     """A harness does not offer what a test needs; the message says which method would."""
 
 
@@ -48,7 +48,8 @@ class TensorLayout:
     """Where a KV tensor lies in its memory: what the engine would register.
 
     `axes` names the dimensions (see `flexkv.backends.layout`), `shape` and `strides_bytes` have one
-    entry per axis, `dtype` is one of `flexkv.model.DTYPE_BYTES`; `size_bytes` is the memory it needs.
+    entry per axis, `dtype` is one of `flexkv.model.DTYPE_BYTES`; `size_bytes` is the memory it
+    needs.
     """
 
     axes: str
@@ -255,7 +256,7 @@ class PolicyHarness(Harness):
 
 
 class CodecHarness(Harness):
-    """A codec. `max_error` bounds what a lossy one may lose, in units of the block's largest value."""
+    """A codec. `max_error` is what a lossy one may lose, in units of a block's largest value."""
 
     dtypes: Sequence[str] = ("bfloat16", "float16", "float32")
     max_error: float = 0.05

@@ -27,7 +27,7 @@ class _Part:
 
 
 class KvMemory:
-    """KV tensors of `blocks` blocks with random bytes, gaps included; `tensors` as an engine has them.
+    """KV tensors of `blocks` blocks of random bytes, gaps included; `tensors` is what engines have.
 
     Args:
         axes: letters of the dimensions, one word or one per layer group with commas.

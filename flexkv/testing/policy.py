@@ -151,8 +151,8 @@ class EvictionPolicyTests(KitTests):
             require(
                 told == in_child(partial(_tell, harness.origin, seed)),
                 VICTIMS,
-                "the same story had other victims in another process: the order of a set of strings, "
-                "or of ids, decides",
+                "the same story had other victims in another process: the order of a set of "
+                "strings, or of ids, decides",
             )
 
     def test_what_it_remembers_is_bounded(self, harness: PolicyHarness, seed: int) -> None:
@@ -163,8 +163,8 @@ class EvictionPolicyTests(KitTests):
         require(
             grown < _SPARE_BYTES,
             INSERTED,
-            f"2,000 further steps on {CAPACITY} blocks left {grown} more bytes in use: what a policy "
-            "remembers is bounded by context.max_blocks",
+            f"2,000 further steps on {CAPACITY} blocks left {grown} more bytes in use: what a "
+            "policy remembers is bounded by context.max_blocks",
         )
 
     def test_a_ranked_policy_leaves_the_order_to_the_index(

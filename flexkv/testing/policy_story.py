@@ -1,7 +1,8 @@
 """Random stories of one tier, told to a policy whose every answer is checked against a model.
 
-`Story`: `tell` (random steps) - `put`, `hit`, `drop`, `evict`, `ask`, `pin_all`, `unpin_all` (single
-ones). The model is a set of resident blocks, their parents and pins, kept apart from the index.
+`Story`: `tell` (random steps) - `put`, `hit`, `drop`, `evict`, `ask`, `pin_all`, `unpin_all`
+(single ones). The model is a set of resident blocks, their parents and pins, kept apart from the
+index.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Story:
         keys = np.array([[next(self._fresh), 7] for _ in range(count)], np.uint64)
         blocks = self.index.insert(keys, NO_BLOCK if parent is None else parent)
         self.index.land(0, blocks, blocks)
-        chain = blocks.tolist()
+        chain: list[int] = blocks.tolist()
         for above, block in zip([parent, *chain], chain, strict=False):
             self.parent[block] = NO_BLOCK if above is None else above
         self.resident |= set(chain)

@@ -43,8 +43,8 @@ class StorageBackendTests(StorageLifeTests, StorageRestartTests):
             and backend.flexkv_api == API_VERSION
             and backend.addressing in ("slot", "key"),
             "StorageBackend",
-            f"{backend!r} must have flexkv_api = {API_VERSION}, addressing 'slot' or 'key', and every "
-            "verb of StorageBackend",
+            f"{backend!r} must have flexkv_api = {API_VERSION}, addressing 'slot' or 'key', and "
+            "every verb of StorageBackend",
         )
 
     def test_its_alignment_is_one_that_the_arena_has(self, harness: StorageHarness) -> None:
@@ -53,8 +53,8 @@ class StorageBackendTests(StorageLifeTests, StorageRestartTests):
         require(
             good,
             "StorageBackend",
-            f"alignment_bytes = {alignment!r}: arena slots are aligned to {PAGE_BYTES} bytes, so it "
-            f"must divide {PAGE_BYTES}",
+            f"alignment_bytes = {alignment!r}: arena slots are aligned to {PAGE_BYTES} bytes, so "
+            f"it must divide {PAGE_BYTES}",
         )
 
     def test_probe_never_raises(self, harness: StorageHarness) -> None:

@@ -1,8 +1,8 @@
-"""An open store with an arena, for the tests of the kit: blocks are numbers, bytes follow from them.
+"""An open store with an arena, for the tests of the kit: a block is a number, bytes follow from it.
 
-`StorageKit` (fixtures `harness` and `bench`) - `StorageBench` (what a test is given) - `opened` (the
-store, open, checked when it closes) - `OpenStore`: `put`, `get`, `drop`, `batch`, `recovered_rows` -
-`pattern`, `keys_of` (a block's bytes and key).
+`StorageKit` (fixtures `harness` and `bench`) - `StorageBench` (what a test is given) - `opened`
+(the store, open, checked when it closes) - `OpenStore`: `put`, `get`, `drop`, `batch`,
+`recovered_rows` - `pattern`, `keys_of` (a block's bytes and key).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class OpenStore:
         """A batch of blocks between arena slots from `first` on and store `slots`."""
         count = len(numbers)
         store = np.array(numbers if slots is None else slots, np.uint32)
-        parents = keys_of(np.maximum(np.array(numbers, np.int64), 1) - 1)
-        parents[np.array(numbers, np.int64) == 0] = 0
+        parents = keys_of([max(number, 1) - 1 for number in numbers])
+        parents[[number == 0 for number in numbers]] = 0
         host = np.arange(first, first + count, dtype=np.uint32)
         return BlockIO(host, store, keys_of(numbers), parents, np.array(numbers, np.uint32))
 
@@ -120,7 +120,8 @@ def checked(answer: Any, count: int, verb: str) -> list[int]:
     require(
         known,
         f"StorageBackend.{verb}",
-        f"{verb} must answer an array of shape ({count},) with one IOStatus per block, not {answer!r}",
+        f"{verb} must answer an array of shape ({count},) with one IOStatus per block, not "
+        f"{answer!r}",
     )
     return [int(status) for status in answer]
 
@@ -164,7 +165,7 @@ async def opened(
     host_slots: int = 32,
     **settings: Any,
 ) -> AsyncIterator[OpenStore]:
-    """Open the store of the bench (again); require that it closes, and that every ticket came back."""
+    """Open the store of the bench (again); require that it closes, and every ticket came back."""
     harness, close = bench.harness, "StorageBackend.aclose"
     completions = Completions(crew_threads=2, crew_queue=CREW_QUEUE)
     arena = Arena(host_slots, identity.spec.stride_bytes, huge_pages=False)

@@ -1,4 +1,4 @@
-"""How a store lives: opening, batches in flight, giving up, closing, and what it may do on the loop."""
+"""How a store lives: opening, batches in flight, giving up, closing, staying off the loop."""
 
 from __future__ import annotations
 
@@ -223,8 +223,8 @@ class StorageLifeTests(StorageKit):
             require(
                 not stall_ms,
                 f"StorageBackend.{verb}",
-                f"a {verb} of 16 MiB keeps the event loop from running for {stall_ms:.1f} ms, most of "
-                "its duration: wait for a ticket instead of the store",
+                f"a {verb} of 16 MiB keeps the event loop from running for {stall_ms:.1f} ms, "
+                "most of its duration: wait for a ticket instead of the store",
             )
 
     @on_loop

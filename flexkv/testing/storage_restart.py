@@ -74,8 +74,8 @@ class StorageRestartTests(StorageKit):
             require(
                 (found_parent, depth) == (parent, number) and (at == slot or not bench.slotted),
                 OPEN,
-                f"block {number} was written to slot {slot} with parent {parent} and depth {number}, "
-                f"but came back in slot {at} with {found_parent} and {depth}",
+                f"block {number} was written to slot {slot} with parent {parent} and depth "
+                f"{number}, but came back in slot {at} with {found_parent} and {depth}",
             )
 
     @on_loop

@@ -64,7 +64,7 @@ def classes_for(name: str, options: Mapping[str, Any]) -> list[type[KitTests]]:
 
 
 def read_options(texts: Iterable[str], name: str) -> dict[str, Any]:
-    """Read `key=value` (for every plug-in) and `NAME.key=value` texts; values are JSON or plain text.
+    """Read `key=value` (for all plug-ins) and `NAME.key=value` texts; values are JSON or text.
 
     Raises:
         PluginError: a text has no "=".
