@@ -157,7 +157,7 @@ class Sleeping(CpuBackend):
     """The hardware is polled with sleeps."""
 
     async def copy(self, batch: BlockCopy) -> None:
-        time.sleep(0.001)
+        time.sleep(0.001)  # noqa: ASYNC251 - the bug
         await super().copy(batch)
 
 
@@ -462,7 +462,7 @@ class ReadsOnTheLoop(DiskBackend):
     """A file is read on the event loop."""
 
     async def read(self, batch: BlockIO) -> Statuses:
-        Path("/proc/self/stat").read_bytes()
+        Path("/proc/self/stat").read_bytes()  # noqa: ASYNC240 - the bug
         return await super().read(batch)
 
 
