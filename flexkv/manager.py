@@ -20,6 +20,7 @@ from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputE
 from flexkv.events import EventStream
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
+from flexkv.layerwise import cut_by_layers
 from flexkv.model import SlotIds, TransferGraph
 from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
@@ -190,16 +191,16 @@ class KVManager:
 
     # transfers
 
-    def launch(self, plan: Plan, slot_mapping: Any) -> Transfer:
+    def launch(self, plan: Plan, slot_mapping: Any, *, layerwise: bool = False) -> Transfer:
         """Start a plan.
 
         Args:
-            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more; the
-                rest is ignored), the first one for token `plan.offset`.
+            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more), the
+                first one for token `plan.offset`.
+            layerwise: bring the first layers of all blocks first.
 
         Raises:
-            InputError: the plan was launched, cancelled or expired before, or the mapping does not
-            fit.
+            InputError: the plan is not open any more, or the mapping does not fit.
         """
         stack = self._stack
         if not plan.open and len(plan.blocks):
@@ -213,7 +214,10 @@ class KVManager:
                 plan, self._host.think(stack.planner.launch_put, plan.put, device_blocks)
             )
         get = self._host.think(stack.planner.plan_get, plan.blocks, plan.keys, device_blocks, now)
-        return self._start(plan, get.graph, get.saves, get.by_tier, device_blocks)
+        graph, region = get.graph, self._region
+        if layerwise and region is not None and region.layers:
+            graph = cut_by_layers(graph, region.layers, stack.planner.chunk_blocks)
+        return self._start(plan, graph, get.saves, get.by_tier, device_blocks)
 
     def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
         """Match and launch: load the longest readable prefix into the slots of its tokens."""

@@ -15,7 +15,7 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys index order pool tier ledger spills planner"
+BRAIN = "keys index order pool tier ledger spills planner layerwise"
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
     "stack hosting transfer"
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "ledger": f"index pool tier protocols {VOCABULARY}",
     "spills": f"index ledger {VOCABULARY}",
     "planner": f"index pool tier ledger spills protocols {VOCABULARY}",
+    "layerwise": VOCABULARY,
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",

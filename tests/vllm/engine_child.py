@@ -184,6 +184,45 @@ class Child:
 
         device.copy = maybe
 
+    def slow_saves(self, pause_s: float) -> None:
+        """Have every copy out of the device's memory begin late; count what saves lose."""
+        import anyio
+
+        from flexkv.backends.cpu import CpuBackend
+        from flexkv.ranks.gates import Gate
+
+        copy, begin = CpuBackend.copy, Gate.begin
+        self.lost = 0
+
+        async def late(backend: Any, batch: Any) -> None:
+            if not batch.to_device:
+                await anyio.sleep(pause_s)
+            await copy(backend, batch)
+
+        def count(gate: Any, step: int, withdrawn: Any = ()) -> None:
+            self.lost += len(withdrawn)
+            begin(gate, step, withdrawn)
+
+        CpuBackend.copy, Gate.begin = late, count
+
+    def lost_blocks(self) -> int:
+        """How many blocks of saves under way were taken from preempted requests."""
+        return self.lost
+
+    def abort_after(self, prompt: list[int], steps: int) -> int:
+        """Begin to answer a prompt and abort it; how many of its tokens were computed."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=8))
+        for _ in range(steps):
+            engine.step()
+        (request,) = self.scheduler.running
+        computed = int(request.num_computed_tokens)
+        engine.abort_request(["aborted"])
+        self.settle()
+        return computed
+
     def churn(
         self, prompts: list[list[int]], tokens: int, aborted: list[int], seed: int
     ) -> dict[str, Any]:

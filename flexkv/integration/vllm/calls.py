@@ -70,8 +70,8 @@ class Calls:
             self.worker.expect(news)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for loads that this step needs, at its first layer."""
-        self.worker.await_loads()
+        """See WorkerSide.await_layer."""
+        self.worker.await_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any

@@ -15,7 +15,8 @@ class StepNews(KVConnectorMetadata):
 
     `step` numbers the steps. `sent` and `received` are requests whose saves and loads are over,
     `failed` the device blocks of those loads that must be computed, `awaited` the loads (number,
-    device blocks) that this step's forward pass has to wait for.
+    device blocks) that this step's forward pass has to wait for, `withdrawn` the device blocks that
+    copies out of them lose with this step.
     """
 
     step: int = 0
@@ -23,3 +24,4 @@ class StepNews(KVConnectorMetadata):
     received: set[str] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     awaited: list[tuple[int, list[int]]] = field(default_factory=list)
+    withdrawn: list[int] = field(default_factory=list)
