@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.transfer import Plan, Transfer
+from flexkv.errors import FlexKVError
+from flexkv.telemetry import log
+from flexkv.transfer import GetResult, Plan, Transfer
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +31,16 @@ class Work:
     moved_tokens: int = 0
     elapsed_s: float = 0.0
     reported: bool = False
+
+    def book(self, transfer: Transfer) -> None:
+        """Note what the transfer, which is over, has moved."""
+        try:
+            result = transfer.result()
+        except FlexKVError as error:
+            log.warning("vllm.transfer_failed", request=self.request, error=repr(error))
+            return
+        self.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
+        self.elapsed_s = result.elapsed_ms / 1e3
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from flexkv.integration.vllm.saves import Saves
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
-from flexkv.transfer import GetResult, Plan
+from flexkv.transfer import Plan
 
 _JOIN_S = 10.0
 _IDLE_S = 0.002
@@ -329,19 +329,11 @@ class SchedulerSide:
         task.add_done_callback(self._tasks.discard)
 
     async def _wait_for(self, work: Work) -> None:
-        transfer = work.transfer
-        assert transfer is not None
-        await transfer.quiesced()
-        try:
-            result = transfer.result()
-        except FlexKVError as error:
-            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
-        else:
-            work.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
-            work.elapsed_s = result.elapsed_ms / 1e3
-        rest = tuple(work.blocks[work.moved_tokens // self._size :])
+        assert work.transfer is not None
+        await work.transfer.quiesced()
+        work.book(work.transfer)
         if work.is_load:
-            self._report(work, rest)
+            self._report(work, tuple(work.blocks[work.moved_tokens // self._size :]))
             return
         settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
         self._report(work)
