@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 
 import numpy as np
@@ -92,13 +91,3 @@ def test_a_visit_gets_in_between_the_turns_of_a_loop_that_never_rests() -> None:
         over.set()
         busy.join(30)
         assert not late
-
-
-def test_threads_switch_sooner_during_a_visit_and_as_usual_after_it() -> None:
-    usual = sys.getswitchinterval()
-    with opened() as kv:
-        assert kv.visit(sys.getswitchinterval) < usual / 10
-        with pytest.raises(ZeroDivisionError):
-            kv.visit(lambda: 1 // 0)
-        kv.post(int)
-        assert sys.getswitchinterval() == usual
