@@ -70,7 +70,7 @@ class SchedulerSide:
         )
         self._states: dict[str, State] = {}
         self._step = 0
-        self._awaiting_step = 0  # the one that the last load waits for
+        self._load_step = 0  # the one that the last load waits for
         self._numbers = 0
         self._pending = 0
         self._awaited: list[tuple[int, list[int]]] = []
@@ -133,8 +133,8 @@ class SchedulerSide:
         state.load = load
         state.known_tokens = computed + loading
         # The blocks may still be in use by the steps before this one.
-        self._awaiting_step = self._step + 1
-        self._server.stamps.give(load.blocks, self._awaiting_step, load.number)
+        self._load_step = self._step + 1
+        self._server.stamps.give(load.blocks, self._load_step, load.number)
         self._pending += 1
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
@@ -143,8 +143,7 @@ class SchedulerSide:
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        begins = self._awaiting_step == self._step
-        if not output.total_num_scheduled_tokens and self.busy() and not begins:
+        if not output.total_num_scheduled_tokens and self.busy() and self._load_step < self._step:
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
             self._news.clear()
