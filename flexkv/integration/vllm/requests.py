@@ -1,5 +1,6 @@
 """What the scheduler's side keeps of vLLM's requests: `State` (one request), `Work` (one load or
-save of it), `serves` (whether it is looked up), `namespace_of` (who may share its blocks).
+save of it), `serves` (whether it is looked up), `namespace_of` (who may share its blocks),
+`slots_of` (blocks as the manager takes them).
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class Work:
     elapsed_s: float = 0.0
     reported: bool = False
 
+    def cancel(self) -> None:
+        """Drop what has not started; in the manager's thread."""
+        if self.transfer is not None:
+            self.transfer.cancel()
+
 
 @dataclass(slots=True)
 class State:
@@ -59,6 +65,12 @@ def serves(request: Any) -> bool:
         and getattr(request, "prompt_embeds", None) is None
         and not getattr(request, "skip_reading_prefix_cache", False)
     )
+
+
+def slots_of(blocks: list[int], size: int) -> NDArray[np.int64]:
+    """Return the device slots of blocks of `size` tokens."""
+    starts = np.asarray(blocks, np.int64) * size
+    return (starts[:, None] + np.arange(size)).reshape(-1)
 
 
 def namespace_of(request: Any) -> tuple[str, ...]:

@@ -24,8 +24,9 @@ from flexkv.integration.vllm.geometry import describe
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
-from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
+from flexkv.integration.vllm.requests import State, Work, namespace_of, serves, slots_of
 from flexkv.integration.vllm.saves import Saves
+from flexkv.integration.vllm.sync_loads import SyncLoads
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
@@ -45,8 +46,7 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, version: str) -> None:
-        transfer = vllm_config.kv_transfer_config
-        self._options = Options.read(transfer.kv_connector_extra_config)
+        self._options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
         self._server = RankServer(
@@ -70,9 +70,8 @@ class SchedulerSide:
         )
         self._states: dict[str, State] = {}
         self._step = 0
-        self._numbers = 0
         self._pending = 0
-        self._awaited: list[tuple[int, list[int]]] = []
+        self.sync_loads = SyncLoads(self._size)
         self._done: deque[Work] = deque()
         self._news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,11 +85,17 @@ class SchedulerSide:
         if serves(request):
             self._state(request).read(request)
 
-    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Return how many tokens behind `computed` can be loaded, and whether asynchronously."""
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind `computed` can be loaded, and whether asynchronously.
+
+        None: that has to be seen in the next step.
+        """
         if computed % self._size or not self._server.ready or not serves(request):
             return 0, False
         state = self._state(request)
+        state.read(request)
+        if self.sync_loads.concerns(state, computed):
+            return None, False
         if state.load_failed:
             # It is computed now. Were a load offered again, vLLM would count its blocks twice when
             # it looks for room, and with little of that wait for ever.
@@ -98,9 +103,8 @@ class SchedulerSide:
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
-            tokens = state.read(request)
             try:
-                plan = self.kv.visit(self._match, tokens, state.namespace, computed)
+                plan = self.kv.visit(self._match, state.tokens, state.namespace, computed)
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
@@ -123,11 +127,10 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        load = Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
+        all_blocks = blocks.get_block_ids()[0]
+        load = Work(request.request_id, list(all_blocks[first:last]), True)
         if self._options.load == "sync":
-            self._numbers += 1
-            load.number, load.silent = self._numbers, True
-            self._awaited.append((load.number, load.blocks))
+            self.sync_loads.begin(load, state, computed, all_blocks)
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
@@ -148,8 +151,8 @@ class SchedulerSide:
             if not self._done:
                 self._news.wait(_IDLE_S)
         withdrawn = self._saves.scheduled(output)
-        news = StepNews(self._step, awaited=self._awaited, withdrawn=withdrawn)
-        self._awaited = []
+        awaited = self.sync_loads.take_awaited()
+        news = StepNews(self._step, awaited=awaited, withdrawn=withdrawn)
         while self._done:
             work = self._settle(self._done.popleft())
             if work is None:
@@ -164,6 +167,7 @@ class SchedulerSide:
 
         Failures go the other way, because vLLM has looked at failed blocks before it asks here.
         """
+        self.sync_loads.outcome(output.invalid_block_ids)
         for work in list(self._done):
             if work.failed:
                 continue
@@ -184,7 +188,7 @@ class SchedulerSide:
         load = state.load
         if load is not None and not load.reported:
             if not load.number:  # vLLM waits for its end by itself
-                self.kv.post(self._cancel, load)
+                self.kv.post(load.cancel)
                 return False
             # A synchronous load is not cut short: vLLM may count its blocks as cached already.
             load.is_load = False
@@ -276,10 +280,6 @@ class SchedulerSide:
         plan.cancel()
         return None
 
-    def _slots(self, blocks: list[int]) -> NDArray[np.int64]:
-        starts = np.asarray(blocks, np.int64) * self._size
-        return (starts[:, None] + np.arange(self._size)).reshape(-1)
-
     def _launch(
         self,
         load: Work,
@@ -297,9 +297,8 @@ class SchedulerSide:
                 plan = manager.get_match(
                     tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
                 )
-            layerwise = self._options.load == "sync"
-            slots = self._slots(load.blocks)
-            load.transfer = manager.launch(plan, slots, layerwise=layerwise)
+            slots = slots_of(load.blocks, self._size)
+            load.transfer = manager.launch(plan, slots, layerwise=bool(load.number))
             self._events.learn(plan.keys, load.naming, computed // self._size)
         except FlexKVError as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
@@ -310,7 +309,7 @@ class SchedulerSide:
     def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         try:
             save.transfer = self.kv.manager.put_async(
-                tokens, self._slots(save.blocks), namespace=namespace
+                tokens, slots_of(save.blocks, self._size), namespace=namespace
             )
             self._events.learn(save.transfer.keys, save.naming)
         except FlexKVError as error:
@@ -318,10 +317,6 @@ class SchedulerSide:
             self._report(save)
             return
         self._watch(save)
-
-    def _cancel(self, work: Work) -> None:
-        if work.transfer is not None:
-            work.transfer.cancel()
 
     def _watch(self, work: Work) -> None:
         task = asyncio.get_running_loop().create_task(self._wait_for(work))
