@@ -195,8 +195,7 @@ class KVManager:
         """Start a plan.
 
         Args:
-            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more), the
-                first one for token `plan.offset`.
+            slot_mapping: device slots of `plan.matched` tokens or more, from `plan.offset` on.
             layerwise: bring the first layers of all blocks first.
 
         Raises:

@@ -135,9 +135,10 @@ async def test_the_first_layer_is_waited_for_while_the_last_one_has_not_landed(
 
 
 async def test_a_load_that_nobody_brings_is_given_up_when_the_time_is_over(tmp_path: Path) -> None:
-    async with manager(tmp_path / "s", 1) as (_, server):
+    async with manager(tmp_path / "s", 1) as (kv, server):
         with agent(tmp_path / "s", 0, 1, memory()) as worker:
             await joined(server)
+            await kv.put_async(list(range(TOKENS)), slots(0))
             server.stamps.give([3], 0, load=1)
             start = time.monotonic()
             assert await anyio.to_thread.run_sync(worker.wait_loaded, 1, 1, 0, 0.2) is None

@@ -86,19 +86,18 @@ class SchedulerSide:
             self._state(request).read(request)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind `computed` can be loaded, and whether asynchronously.
-
-        None: that has to be seen in the next step.
+        """Return how many tokens behind `computed` can be loaded (None: ask in the next step), and
+        whether asynchronously.
         """
-        if computed % self._size or not self._server.ready or not serves(request):
+        if not serves(request):
             return 0, False
         state = self._state(request)
         state.read(request)
         if self.sync_loads.concerns(state, computed):
             return None, False
-        if state.load_failed:
-            # It is computed now. Were a load offered again, vLLM would count its blocks twice when
-            # it looks for room, and with little of that wait for ever.
+        # After a failed load it is computed. Were one offered again, vLLM would count its blocks
+        # twice when it looks for room, and with little of that wait for ever.
+        if state.load_failed or computed % self._size or not self._server.ready:
             return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
@@ -183,9 +182,9 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
-        name, saves = request.request_id, list(self._saves.finished(request.request_id))
+        name, load = request.request_id, state.load
+        saves = list(self._saves.finished(name))
         self._drop_plan(state)
-        load = state.load
         if load is not None and not load.reported:
             if not load.number:  # vLLM waits for its end by itself
                 self.kv.post(load.cancel)
