@@ -279,7 +279,7 @@ class KVManager:
             self._host.save(saves)
         request = Request(
             plan,
-            stack.engine.start(graph, self._region),
+            stack.engine.start(graph, self._region, plan.tag),
             tokens_per_block=stack.spec.tokens_per_block,
             by_tier=by_tier or {},
             device_blocks=device_blocks,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.errors import FlexKVError
+from flexkv.errors import CapacityError, FlexKVError
 from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
 from flexkv.integration.vllm.messages import StepNews
@@ -69,8 +69,7 @@ class SchedulerSide:
             prompt_only=self._options.save == "prompt",
         )
         self._states: dict[str, State] = {}
-        self._step = 0
-        self._pending = 0
+        self._step = self._pending = 0
         self.sync_loads = SyncLoads(self._size)
         self._done: deque[Work] = deque()
         self._news = threading.Event()
@@ -107,8 +106,7 @@ class SchedulerSide:
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
-            state.asked = question
-            state.plan = plan
+            state.asked, state.plan = question, plan
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
@@ -126,15 +124,14 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        all_blocks = blocks.get_block_ids()[0]
-        load = Work(request.request_id, list(all_blocks[first:last]), True)
+        held = blocks.get_block_ids()[0]
+        load = Work(request.request_id, list(held[first:last]), True, step=self._step + 1)
         if self._options.load == "sync":
-            self.sync_loads.begin(load, state, computed, all_blocks)
+            self.sync_loads.begin(load, state, computed, held)
+            self._server.last_load = load.number
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one.
-        self._server.stamps.give(load.blocks, self._step + 1, load.number)
         self._pending += 1
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
@@ -206,8 +203,7 @@ class SchedulerSide:
 
     def _save(self, request: Any, state: State, blocks: list[int]) -> Work:
         """Store a request's first blocks."""
-        save = Work(request.request_id, blocks, False)
-        self._server.stamps.give(blocks, self._step)
+        save = Work(request.request_id, blocks, False, step=self._step)
         self._pending += 1
         self._metrics.add("saves")
         tokens = state.read(request)[: len(blocks) * self._size]
@@ -270,7 +266,7 @@ class SchedulerSide:
     def _match(
         self, tokens: NDArray[np.int32], namespace: tuple[str, ...], computed: int
     ) -> Plan | None:
-        leave = 0 if self._options.load == "async" else 1
+        leave = int(self._options.load == "sync")
         plan = self.kv.manager.get_match(
             tokens, namespace=namespace, computed_tokens=computed, leave_tokens=leave
         )
@@ -297,6 +293,7 @@ class SchedulerSide:
                     tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
                 )
             slots = slots_of(load.blocks, self._size)
+            plan.tag = load.step, load.number
             load.transfer = manager.launch(plan, slots, layerwise=bool(load.number))
             self._events.learn(plan.keys, load.naming, computed // self._size)
         except FlexKVError as error:
@@ -307,11 +304,13 @@ class SchedulerSide:
 
     def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         try:
-            save.transfer = self.kv.manager.put_async(
-                tokens, slots_of(save.blocks, self._size), namespace=namespace
-            )
+            plan = self.kv.manager.put_match(tokens, namespace=namespace)
+            plan.tag = save.step, 0
+            save.transfer = self.kv.manager.launch(plan, slots_of(save.blocks, self._size))
             self._events.learn(save.transfer.keys, save.naming)
         except FlexKVError as error:
+            if isinstance(error, CapacityError):
+                self.kv.manager.telemetry.add("refused_puts", 1)
             log.warning("vllm.save_failed", request=save.request, error=repr(error))
             self._report(save)
             return
