@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
 from flexkv.events import EventStream
@@ -26,13 +24,14 @@ from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
 from flexkv.stack import Stack
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import Kind, Plan, Transfer
+from flexkv.transfer import Plan, Transfer, refused
 
 Namespace = Sequence[str] | None
 
 
 class KVManager:
-    """Keeps KV blocks in host memory and on disk, and brings prefixes back into engines' slots.
+    """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the
+    engine's slots.
 
     Use it as `async with KVManager(config) as kv`. All calls belong to the event loop that entered
     it; from other threads use `flexkv.sync.BlockingKVManager`. Tokens and slot mappings may be
@@ -231,7 +230,7 @@ class KVManager:
             plan = self.put_match(tokens, namespace=namespace)
         except CapacityError as error:
             self.telemetry.add("refused_puts", 1)
-            return self._refused("put", error)
+            return refused("put", error, self._stack.completions.now)
         return self._launch_or_cancel(plan, slot_mapping)
 
     def prefetch_async(self, tokens: Any, *, namespace: Namespace = None) -> Transfer:
@@ -246,7 +245,7 @@ class KVManager:
         except CapacityError as error:
             plan.cancel()
             self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
-            return self._refused("prefetch", error)
+            return refused("prefetch", error, stack.completions.now)
         stack.plans.close(plan)
         get = self._host.think(
             stack.planner.plan_get, plan.blocks, plan.keys, None, stack.completions.now()
@@ -290,20 +289,6 @@ class KVManager:
         self._host.carry(request)
         return request.transfer
 
-    def _refused(self, kind: Kind, error: Exception) -> Transfer:
-        transfer = Transfer(
-            kind,
-            0,
-            blocks=np.empty(0, np.uint32),
-            keys=np.empty((0, 2), np.uint64),
-            clock=self._stack.completions.now,
-            cancel=lambda _: None,
-            durable=self._wait_durable,
-        )
-        transfer.fail(error)
-        transfer.quiesce()
-        return transfer
-
     # waiting and whole-cache verbs
 
     async def wait(
@@ -326,7 +311,7 @@ class KVManager:
         """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses
         them.
 
-        Returns the tokens forgotten. Their disk slots are free once `flush` returns.
+        Returns the number of tokens forgotten. Their disk slots are free once `flush` returns.
         """
         stack = self._stack
         keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))

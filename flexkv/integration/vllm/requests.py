@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.transfer import Plan, Transfer
+from flexkv.errors import FlexKVError
+from flexkv.telemetry import log
+from flexkv.transfer import GetResult, Plan, Transfer
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +38,16 @@ class Work:
         """Drop what has not started; in the manager's thread."""
         if self.transfer is not None:
             self.transfer.cancel()
+
+    def book(self, transfer: Transfer) -> None:
+        """Note what the transfer, which is over, has moved."""
+        try:
+            result = transfer.result()
+        except FlexKVError as error:
+            log.warning("vllm.transfer_failed", request=self.request, error=repr(error))
+            return
+        self.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
+        self.elapsed_s = result.elapsed_ms / 1e3
 
 
 @dataclass(slots=True)

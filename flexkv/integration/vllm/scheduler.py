@@ -4,33 +4,28 @@
 `take_stats` - `reset`, `close`.
 
 vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
-manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
-save that was started is reported exactly once, when none of its bytes can move any more.
+manager's loop thread, see `carrier`, and what becomes of it waits there for the next step. Each
+load and each save that was started is reported exactly once, when none of its bytes can move any
+more.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections import deque
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flexkv.errors import CapacityError, FlexKVError
+from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.carrier import Carrier
 from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
-from flexkv.integration.vllm.requests import State, Work, namespace_of, serves, slots_of
+from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
 from flexkv.integration.vllm.sync_loads import SyncLoads
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
-from flexkv.transfer import GetResult, Plan
 
 _JOIN_S = 10.0
 _IDLE_S = 0.002
@@ -71,11 +66,14 @@ class SchedulerSide:
         self._states: dict[str, State] = {}
         self._step = self._pending = 0
         self.sync_loads = SyncLoads(self._size)
-        self._done: deque[Work] = deque()
-        self._news = threading.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
+        self._carrier = Carrier(
+            self.kv.manager,
+            self._server,
+            self._events,
+            asynchronous=self._options.load == "async",
+        )
 
     # --- vLLM's thread
 
@@ -102,7 +100,7 @@ class SchedulerSide:
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
             try:
-                plan = self.kv.visit(self._match, state.tokens, state.namespace, computed)
+                plan = self.kv.visit(self._carrier.match, state, computed)
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
@@ -135,7 +133,7 @@ class SchedulerSide:
         self._pending += 1
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
-        self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
+        self.kv.post(self._carrier.launch, load, plan, state.tokens, state.namespace, computed)
 
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
@@ -143,14 +141,14 @@ class SchedulerSide:
         if not output.total_num_scheduled_tokens and self.busy():
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
-            self._news.clear()
-            if not self._done:
-                self._news.wait(_IDLE_S)
+            self._carrier.news.clear()
+            if not self._carrier.done:
+                self._carrier.news.wait(_IDLE_S)
         withdrawn = self._saves.scheduled(output)
         awaited = self.sync_loads.take_awaited()
         news = StepNews(self._step, awaited=awaited, withdrawn=withdrawn)
-        while self._done:
-            work = self._settle(self._done.popleft())
+        while self._carrier.done:
+            work = self._settle(self._carrier.done.popleft())
             if work is None:
                 continue
             (news.received if work.is_load else news.sent).add(work.request)
@@ -164,10 +162,10 @@ class SchedulerSide:
         Failures go the other way, because vLLM has looked at failed blocks before it asks here.
         """
         self.sync_loads.outcome(output.invalid_block_ids)
-        for work in list(self._done):
+        for work in list(self._carrier.done):
             if work.failed:
                 continue
-            self._done.remove(work)
+            self._carrier.done.remove(work)
             if self._settle(work) is None:
                 continue
             name = "finished_recving" if work.is_load else "finished_sending"
@@ -208,7 +206,7 @@ class SchedulerSide:
         self._metrics.add("saves")
         tokens = state.read(request)[: len(blocks) * self._size]
         save.naming = self._events.naming(request, tokens, len(blocks))
-        self.kv.post(self._put, save, tokens, state.namespace)
+        self.kv.post(self._carrier.put, save, tokens, state.namespace)
         return save
 
     def busy(self) -> bool:
@@ -260,89 +258,3 @@ class SchedulerSide:
             if state is not None:
                 state.known_tokens, state.load_failed = 0, True
         return None if work.silent else work
-
-    # --- the manager's thread
-
-    def _match(
-        self, tokens: NDArray[np.int32], namespace: tuple[str, ...], computed: int
-    ) -> Plan | None:
-        leave = int(self._options.load == "sync")
-        plan = self.kv.manager.get_match(
-            tokens, namespace=namespace, computed_tokens=computed, leave_tokens=leave
-        )
-        if plan.matched:
-            return plan
-        plan.cancel()
-        return None
-
-    def _launch(
-        self,
-        load: Work,
-        plan: Plan | None,
-        tokens: NDArray[np.int32],
-        namespace: tuple[str, ...],
-        computed: int,
-    ) -> None:
-        wanted = len(load.blocks) * self._size
-        manager = self.kv.manager
-        try:
-            if plan is None or not plan.open or plan.matched != wanted:
-                if plan is not None:
-                    plan.cancel()
-                plan = manager.get_match(
-                    tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
-                )
-            slots = slots_of(load.blocks, self._size)
-            plan.tag = load.step, load.number
-            load.transfer = manager.launch(plan, slots, layerwise=bool(load.number))
-            self._events.learn(plan.keys, load.naming, computed // self._size)
-        except FlexKVError as error:
-            log.warning("vllm.load_failed", request=load.request, error=repr(error))
-            self._report(load, tuple(load.blocks))
-            return
-        self._watch(load)
-
-    def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
-        try:
-            plan = self.kv.manager.put_match(tokens, namespace=namespace)
-            plan.tag = save.step, 0
-            save.transfer = self.kv.manager.launch(plan, slots_of(save.blocks, self._size))
-            self._events.learn(save.transfer.keys, save.naming)
-        except FlexKVError as error:
-            if isinstance(error, CapacityError):
-                self.kv.manager.telemetry.add("refused_puts", 1)
-            log.warning("vllm.save_failed", request=save.request, error=repr(error))
-            self._report(save)
-            return
-        self._watch(save)
-
-    def _watch(self, work: Work) -> None:
-        task = asyncio.get_running_loop().create_task(self._wait_for(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _wait_for(self, work: Work) -> None:
-        transfer = work.transfer
-        assert transfer is not None
-        await transfer.quiesced()
-        try:
-            result = transfer.result()
-        except FlexKVError as error:
-            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
-        else:
-            work.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
-            work.elapsed_s = result.elapsed_ms / 1e3
-        rest = tuple(work.blocks[work.moved_tokens // self._size :])
-        if work.is_load:
-            self._report(work, rest)
-            return
-        settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
-        self._report(work)
-        await settled
-
-    def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
-        work.failed = failed
-        if work.number:
-            self._server.tell_loaded(work.number, failed)
-        self._done.append(work)
-        self._news.set()
