@@ -76,14 +76,16 @@ def test_posts_happen_in_order() -> None:
 
 def test_a_visit_gets_in_between_the_turns_of_a_loop_that_never_rests() -> None:
     with opened() as kv:
-        over = threading.Event()
+        began, over = threading.Event(), threading.Event()
 
         async def bustle() -> None:
+            began.set()
             while not over.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
         busy = threading.Thread(target=kv.run, args=(bustle,))
         busy.start()
+        began.wait()
         visitor = threading.Thread(target=kv.visit, args=(int,), daemon=True)
         visitor.start()
         visitor.join(5)
