@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
-import time
+import time as clock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,7 +157,7 @@ class Sleeping(CpuBackend):
     """The hardware is polled with sleeps."""
 
     async def copy(self, batch: BlockCopy) -> None:
-        time.sleep(0.001)  # noqa: ASYNC251 - the bug
+        clock.sleep(0.001)  # noqa: ASYNC251 - the bug
         await super().copy(batch)
 
 
@@ -471,7 +471,7 @@ class Unlocked(DiskBackend):
     """The directory of another owner is taken."""
 
     async def open(self, services: Services) -> Recovered | None:
-        paths = [path / str(time.monotonic_ns()) for path in services.settings["directories"]]
+        paths = [path / str(clock.monotonic_ns()) for path in services.settings["directories"]]
         return await super().open(replace(services, settings={"directories": paths}))
 
 

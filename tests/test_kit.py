@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from kit_samples import Int8, Plain, Queue, ShelfDevice, ShelfDeviceHarness
 
-from flexkv import plugins
+from flexkv import FlexKVConfig, plugins
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.disk import DiskBackend
 from flexkv.testing import (
@@ -25,6 +25,7 @@ from flexkv.testing import (
     StorageBackendTests,
 )
 from flexkv.testing.built_in import CpuHarness, DiskHarness
+from flexkv.testing.guard import ContractError, no_blocking_calls
 from flexkv.testing.harness import DeviceHarness, DirectHarness, StorageHarness
 
 
@@ -109,6 +110,13 @@ class TestLossyCodec(CodecTests):
     @pytest.fixture
     def harness(self) -> CodecHarness:
         return Float32(Int8)
+
+
+async def test_blocking_calls_of_flexkv_are_seen_wherever_it_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("model: m")
+    watched = no_blocking_calls(CpuBackend, "DeviceBackend.copy")
+    with pytest.raises(ContractError, match="on the event loop"), watched:
+        FlexKVConfig.load(tmp_path / "settings.yaml")
 
 
 # --- pytest --flexkv-verify
