@@ -19,12 +19,21 @@ from typing import Any, ClassVar
 import anyio
 import numpy as np
 import pytest
-from kit_samples import Int8, Plain, Queue, ShelfDevice, ShelfDeviceHarness
+from kit_samples import (
+    Int8,
+    Patient,
+    PatientHarness,
+    Plain,
+    Queue,
+    ShelfDevice,
+    ShelfDeviceHarness,
+)
 from numpy.typing import NDArray
 
 from flexkv._core import lib
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.disk import DiskBackend
+from flexkv.completion import Completions, Ticket
 from flexkv.errors import TransferError
 from flexkv.model import DAMAGED, FAILED, LANDED, BlockIds, BoolArray, KVSpec, SlotIds, Statuses
 from flexkv.policies.lru import LRU
@@ -325,6 +334,20 @@ class AllLayers(CpuBackend):
 
     async def copy(self, batch: BlockCopy) -> None:
         await super().copy(replace(batch, layers=None))
+
+
+class _LosingTests(DeviceBackendTests):
+    pass
+
+
+_KITS[_LosingTests] = PatientHarness
+
+
+@mutant(_LosingTests, "test_a_completion_that_never_comes_ends_in_time", "waits for ever")
+class WithoutDeadline(Patient):
+    """A completion that never comes is waited for."""
+
+    def watch(self, completions: Completions, ticket: Ticket) -> None: ...
 
 
 # --- stores

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from kit_samples import Int8, Plain, Queue, ShelfDevice, ShelfDeviceHarness
+from kit_samples import Int8, Patient, PatientHarness, Plain, Queue, ShelfDevice, ShelfDeviceHarness
 
 from flexkv import FlexKVConfig, plugins
 from flexkv.backends.cpu import CpuBackend
@@ -25,6 +25,7 @@ from flexkv.testing import (
     StorageBackendTests,
 )
 from flexkv.testing.built_in import CpuHarness, DiskHarness
+from flexkv.testing.device_bench import DeviceKit
 from flexkv.testing.guard import ContractError, no_blocking_calls
 from flexkv.testing.harness import DeviceHarness, DirectHarness, StorageHarness
 
@@ -43,6 +44,14 @@ class TestCpuByTheCrew(DeviceBackendTests):
     @pytest.fixture
     def harness(self) -> DeviceHarness:
         return CpuHarness(CpuBackend, {"inline_bytes": 0})
+
+
+class TestPatientDevice(DeviceKit):
+    test_it_ends_in_time = DeviceBackendTests.test_a_completion_that_never_comes_ends_in_time
+
+    @pytest.fixture
+    def harness(self) -> DeviceHarness:
+        return PatientHarness(Patient)
 
 
 class OneDirectory(DiskHarness):
@@ -87,12 +96,6 @@ class TestPolicies(EvictionPolicyTests):
 class TestDirect(DirectStorageTests):
     @pytest.fixture
     def harness(self) -> DirectHarness:
-        return ShelfDeviceHarness(ShelfDevice)
-
-
-class TestDirectDevice(DeviceBackendTests):
-    @pytest.fixture
-    def harness(self) -> DeviceHarness:
         return ShelfDeviceHarness(ShelfDevice)
 
 
