@@ -194,7 +194,7 @@ class Discarder:
     def __init__(self, ledger: Ledger, stores: Mapping[str, StorageBackend]) -> None:
         self._ledger, self._stores = ledger, stores
         self._work, self._idle = Signal(), Signal()
-        self._active = 0
+        self._underway: list[Discard] = []
         self._rounds = 0  # batches dealt with
         self._stopped = False
 
@@ -208,18 +208,22 @@ class Discarder:
         if self._ledger.discards:
             self._work.raise_()
 
+    @property
+    def forgetting(self) -> list[Discard]:
+        """What is being forgotten or waits for it: slots that are in no pool yet."""
+        return self._underway + self._ledger.discards
+
     async def run(self) -> None:
         """Serve the ledger's discards until cancelled."""
         while True:
             while not self._ledger.discards:
                 self._idle.raise_()
                 await self._work.wait()
-            batch = self._ledger.discards[:]
+            self._underway = self._ledger.discards[:]
             self._ledger.discards.clear()
-            self._active = len(batch)
-            for discard in batch:
-                await self._discard(discard)
-            self._active = 0
+            while self._underway:
+                await self._discard(self._underway[0])
+                del self._underway[0]
             self._rounds += 1
             self._idle.raise_()
 
@@ -240,13 +244,13 @@ class Discarder:
 
     async def drained(self) -> None:
         """Wait until there is nothing to forget."""
-        while (self._ledger.discards or self._active) and not self._stopped:
+        while self.forgetting and not self._stopped:
             self._work.raise_()
             await self._idle.wait()
 
     async def caught_up(self) -> None:
         """Wait until what is to be forgotten by now is forgotten."""
-        rounds = self._rounds + bool(self._active) + bool(self._ledger.discards)
+        rounds = self._rounds + bool(self._underway) + bool(self._ledger.discards)
         while self._rounds < rounds and not self._stopped:
             self._work.raise_()
             await self._idle.wait()

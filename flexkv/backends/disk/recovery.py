@@ -1,8 +1,8 @@
 """Opening a store: is it ours, is it whole, what did a previous life commit.
 
-`open_store` (blocking) locks the directories, decides by the rule `on_mismatch`, makes or mends
-the files, and reads the records into a `Store`: its `SlotTable`, the `Recovered` rows and a
-`Report` of what was dropped and why.
+`open_store` (blocking) locks the directories; `Opening.run` decides by the rule `on_mismatch`,
+makes or mends the files, and reads the records into a `Store`: its `SlotTable`, the `Recovered`
+rows and a `Report` of what was dropped and why.
 """
 
 from __future__ import annotations
@@ -67,6 +67,15 @@ class Store:
     report: Report
     buffered: str = ""  # why not all data files are read with O_DIRECT
 
+    def close(self) -> None:
+        """Push all directories to their devices, unlock and close them."""
+        for directory in self.directories:
+            try:
+                directory.sync()
+            except OSError as error:  # what did not get there fails its checksum when it is read
+                log.warning("disk.sync_failed", directory=str(directory.path), error=str(error))
+        self.release()
+
     def release(self) -> None:
         """Unlock and close all directories."""
         for directory in self.directories:
@@ -87,7 +96,7 @@ def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
     try:
         for directory in directories:
             directory.acquire()
-        store = _Opening(settings, identity, geometry, directories).run()
+        store = Opening(settings, identity, geometry, directories).run()
         reasons = [direct_io_problem(item.data_fd, item.path) for item in directories]
         store.buffered = next(filter(None, reasons), "")
         return store
@@ -113,7 +122,7 @@ async def open_patiently(settings: DiskSettings, identity: Identity, slots: int)
         await anyio.sleep(_LOCK_RETRY_S)
 
 
-class _Opening:
+class Opening:
     """The steps of one opening, and what they know of each other."""
 
     def __init__(

@@ -1,0 +1,1 @@
+"""Worlds: whole managers on simulated hardware in virtual time, made up and replayed by a seed."""

@@ -1,0 +1,181 @@
+"""What must be true of a manager after every turn of its loop.
+
+`Contents` (the bytes that belong to each block of each prompt) - `Watch.look` (all of it, now) -
+`Watch.look_idle` (what must be true besides when nothing is under way).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexkv.backends.disk import DiskBackend
+from flexkv.keys import Keyring
+from flexkv.model import ABSENT, HOST, NO_BLOCK, READY
+from flexkv.testing.worlds.device import BLOCK_BYTES, TOKENS
+from flexkv.testing.worlds.hardware import Hardware, Journal
+from flexkv.testing.worlds.story import Path
+
+if TYPE_CHECKING:
+    from flexkv.manager import KVManager
+
+Key = tuple[int, int]
+
+
+class Contents:
+    """The bytes of every block: a digest of its whole prompt up to there, whatever its key."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+        self._known: dict[tuple[Path, tuple[str, ...]], list[bytes]] = {}
+        self.of_key: dict[Key, bytes] = {}
+
+    @staticmethod
+    def tokens(path: Path) -> list[int]:
+        """The tokens of a prompt."""
+        return [branch * 1000 + i for branch in path for i in range(TOKENS)]
+
+    def of(self, path: Path, namespace: tuple[str, ...]) -> list[bytes]:
+        """The bytes of the blocks of a prompt; AssertionError if two blocks share a key."""
+        found = self._known.get((path, namespace))
+        if found is None:
+            found = self._known[path, namespace] = [
+                hashlib.blake2b(
+                    repr((namespace, path[: i + 1])).encode(), digest_size=BLOCK_BYTES
+                ).digest()
+                for i in range(len(path))
+            ]
+            tokens = np.array(self.tokens(path), np.int64)
+            keys = self._keyring.chain(tokens, self._keyring.root(namespace))
+            for key, content in zip(keys.tolist(), found, strict=True):
+                assert self.of_key.setdefault((key[0], key[1]), content) == content, "a shared key"
+        return found
+
+
+class Watch:
+    """Looks at a manager from outside and inside; accuses it in the journal."""
+
+    def __init__(
+        self, kv: KVManager, hardware: Hardware, contents: Contents, journal: Journal
+    ) -> None:
+        self._kv, self._hardware, self._contents, self._journal = kv, hardware, contents, journal
+        self._stack = kv._host.stack()
+        self._blocks = np.arange(self._stack.ledger.max_blocks, dtype=np.uint32)
+        self.perfect = True  # nothing was lost yet: neither by a fault nor because it was cancelled
+        self.looks = 0
+
+    def look(self) -> None:
+        """Check everything; the manager is open."""
+        self.looks += 1
+        host, stack = self._kv._host, self._stack
+        if host._failure is not None:
+            self._journal.accuse("broken", f"the manager crashed: {host._failure!r}")
+            return
+        try:
+            stack.index.check_integrity()
+            for tier in stack.ledger.tiers.values():
+                tier.pool.check_integrity()
+        except AssertionError as error:
+            self._journal.accuse("books", str(error))
+            return
+        self._look_at_slots()
+        self._look_at_pins()
+        self._look_at_bytes()
+        store = stack.engine.stores.get("disk")
+        if isinstance(store, DiskBackend):
+            self._look_at_disk(store)
+
+    def _look_at_slots(self) -> None:
+        ledger, index = self._stack.ledger, self._stack.index
+        for tier in ledger.tiers.values():
+            waiting = [d for d in self._stack.discarder.forgetting if d.tier is tier]
+            out = sum(len(discard.slots) for discard in waiting)
+            if tier.name == HOST:
+                out += int(np.count_nonzero(ledger._free_when_saved))
+            resident = index.resident(tier.number)
+            if tier.free + resident + out != tier.capacity:
+                self._journal.accuse(
+                    "slots",
+                    f"{tier.name}: {tier.free} free + {resident} resident + {out} being forgotten "
+                    f"are not {tier.capacity}",
+                )
+
+    def _look_at_pins(self) -> None:
+        host, stack = self._kv._host, self._stack
+        plans = sum(len(plan.blocks) for plan in stack.plans._open.items())
+        running = sum(len(transfer.blocks) for transfer in host.transfers)
+        saves = sum(len(run.graph.blocks) for run in host._saves)
+        pinned, known = stack.index.pinned, plans + running + saves
+        if pinned < known or (pinned > known and not stack.spiller.busy):
+            self._journal.accuse(
+                "pins", f"{pinned} pins; plans {plans}, transfers {running}, saves {saves}"
+            )
+
+    def _look_at_bytes(self) -> None:
+        """What the host calls readable is there, and nothing writes to it."""
+        index = self._stack.index
+        ready = self._blocks[index.states(0, self._blocks) == READY]
+        if len(ready) == 0:
+            return
+        slots, written = index.slots(0, ready).tolist(), self._hardware.written("host")
+        for key, slot in zip(index.keys(ready).tolist(), slots, strict=True):
+            if slot in written:
+                self._journal.accuse("early", f"host[{slot}] is readable while it is written")
+            elif self._bytes_of(slot) != self._contents.of_key.get((key[0], key[1])):
+                self._journal.accuse("bytes", f"host[{slot}] is readable, its bytes are wrong")
+        if self.perfect:
+            self._look_at_parents(ready)
+
+    def _bytes_of(self, slot: int) -> bytes:
+        return self._stack.arena.view(slot)[:BLOCK_BYTES].tobytes()
+
+    def _look_at_parents(self, ready: Any) -> None:
+        index = self._stack.index
+        parents = index.parents(ready)
+        parents = parents[parents != NO_BLOCK]
+        somewhere = np.zeros(len(parents), np.bool_)
+        for tier in range(len(index.tiers)):
+            somewhere |= index.states(tier, parents) != ABSENT
+        if not somewhere.all():
+            self._journal.accuse("orphan", "a block is readable, its parent is nowhere")
+
+    def _look_at_disk(self, store: DiskBackend) -> None:
+        """Nothing is on disk outside the index; what is readable there has its own record."""
+        index, table = self._stack.index, store._table
+        states = index.states(1, self._blocks)
+        here = self._blocks[states != ABSENT]
+        slots = index.slots(1, here)
+        known = set(slots.tolist())
+        for discard in self._stack.discarder.forgetting:
+            known.update(discard.slots.tolist())
+        filled = np.flatnonzero(table.sequences).tolist()
+        if not known.issuperset(filled):
+            self._journal.accuse("outside", f"disk{sorted(set(filled) - known)} hold forgotten keys")
+        ready = states[here] == READY
+        wrong = table.filled(slots[ready])
+        wrong &= (table.keys[slots[ready]] != index.keys(here[ready])).any(axis=1)
+        if wrong.any():
+            self._journal.accuse("record", f"disk{slots[ready][wrong].tolist()} hold other keys")
+
+    def look_idle(self) -> None:
+        """Nothing is pinned, planned, in flight or waiting."""
+        usage = self._kv.usage()["manager"]
+        for name in ("plans", "transfers", "pinned", "tickets", "spilling"):
+            if usage[name]:
+                self._journal.accuse("idle", f"{usage[name]} {name} when nothing is under way")
+        for lane in self._stack.engine.lanes.values():
+            if lane.in_flight or lane.waiting:
+                self._journal.accuse("idle", f"lane {lane.name} holds {lane.in_flight} bytes")
+
+    def look_at_match(self, blocks: Sequence[int]) -> None:
+        """What was just matched is readable somewhere."""
+        index = self._stack.index
+        found = np.array(blocks, np.uint32)
+        readable = np.zeros(len(found), np.bool_)
+        for tier in range(len(index.tiers)):
+            readable |= index.states(tier, found) == READY
+        if not readable.all():
+            self._journal.accuse("match", "a block was matched that no tier can read")
