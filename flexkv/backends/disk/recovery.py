@@ -67,19 +67,19 @@ class Store:
     report: Report
     buffered: str = ""  # why not all data files are read with O_DIRECT
 
+    def release(self) -> None:
+        """Unlock and close all directories."""
+        for directory in self.directories:
+            directory.release()
+
     def close(self) -> None:
-        """Push all directories to their devices, unlock and close them."""
+        """Push what was written to the devices, then `release`."""
         for directory in self.directories:
             try:
                 directory.sync()
             except OSError as error:  # what did not get there fails its checksum when it is read
                 log.warning("disk.sync_failed", directory=str(directory.path), error=str(error))
         self.release()
-
-    def release(self) -> None:
-        """Unlock and close all directories."""
-        for directory in self.directories:
-            directory.release()
 
 
 def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
