@@ -74,16 +74,18 @@ class _Author:
         self._random = random.Random(seed)
         self._transfers: list[int] = []
         self._plans: list[int] = []
-        self._branches = self._random.choice((1, 2, 2, 3))
-        self._depth = self._random.choice((2, 4, 6))
-        self._disk = False
+        self._prompts: list[dict[str, Any]] = []
+        self._branches = self._random.choice((1, 2, 3, 3))
+        self._host = self._random.choice((2, 3, 4, 4, 6))
+        self._disk = self._random.choice((0, 3, 6, 12, 12, 20))
+        self._depth = self._host + (self._random.random() < 0.3)
 
     def write(self) -> Story:
         settings = self._settings()
         faulty = self._random.random() < 0.6
         verbs: list[tuple[Callable[[], tuple[str, dict[str, Any]]], float]] = [
-            (self._put, 10),
-            (self._get, 10),
+            (self._put, 12),
+            (self._get, 12),
             (self._prefetch, 3),
             (self._match, 2),
             (self._put_match, 2),
@@ -100,7 +102,7 @@ class _Author:
         ]
         choices, weights = [verb for verb, _ in verbs], [weight for _, weight in verbs]
         steps = []
-        for number in range(self._random.choice((4, 8, 12, 20, 30))):
+        for number in range(self._random.choice((6, 12, 20, 30, 40))):
             self._number = number
             verb, arguments = self._random.choices(choices, weights)[0]()
             pause_ms = self._random.choice(PAUSES_MS)
@@ -109,12 +111,11 @@ class _Author:
 
     def _settings(self) -> tuple[tuple[str, Any], ...]:
         choose = self._random.choice
-        self._disk = self._random.random() < 0.85
         eager = self._random.random() < 0.2
         return (
-            ("host", choose((2, 3, 4, 6, 8))),
-            ("disk", choose((2, 4, 8, 16)) if self._disk else 0),
-            ("spill", choose(("through", "through", "on_evict", "never"))),
+            ("host", self._host),
+            ("disk", self._disk),
+            ("spill", choose(("through", "through", "on_evict", "on_evict", "never"))),
             ("policy", choose(("lru", "lru", "slru", "lfu", "fifo"))),
             ("chunk", choose((1, 2, 4))),
             ("staging", choose((2, 4))),
@@ -124,17 +125,20 @@ class _Author:
             ("evict_ratio", choose((0.25, 0.5)) if eager else 0.0),
         )
 
-    def _path(self) -> Path:
-        depth = self._random.randint(1, self._depth)
-        return tuple(self._random.randrange(self._branches) for _ in range(depth))
-
     def _prompt(self) -> dict[str, Any]:
-        namespace = NAMESPACES[self._random.random() < 0.1]
-        return {"path": self._path(), "namespace": namespace}
+        """A prompt: mostly one that was put, sometimes some other."""
+        if self._prompts and self._random.random() < 0.8:
+            return self._random.choice(self._prompts)
+        depth = self._random.randint(1, self._depth)
+        path = tuple(self._random.randrange(self._branches) for _ in range(depth))
+        return {"path": path, "namespace": NAMESPACES[self._random.random() < 0.1]}
 
     def _put(self) -> tuple[str, dict[str, Any]]:
         self._transfers.append(self._number)
-        return "put", {**self._prompt(), "durable": self._random.random() < 0.3}
+        before, self._prompts = self._prompts, []  # a new one, as a rule
+        prompt = self._prompt() if self._random.random() < 0.8 or not before else before[-1]
+        self._prompts = [*before, prompt]
+        return "put", {**prompt, "durable": self._random.random() < 0.3}
 
     def _get(self) -> tuple[str, dict[str, Any]]:
         self._transfers.append(self._number)

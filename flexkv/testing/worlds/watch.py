@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexkv.backends.disk import DiskBackend
 from flexkv.keys import Keyring
-from flexkv.model import ABSENT, HOST, NO_BLOCK, READY
+from flexkv.model import ABSENT, HOST, NO_BLOCK, READY, BlockIds
 from flexkv.testing.worlds.device import BLOCK_BYTES, TOKENS
 from flexkv.testing.worlds.hardware import Hardware, Journal
 from flexkv.testing.worlds.story import Path
@@ -64,11 +64,10 @@ class Watch:
         self._kv, self._hardware, self._contents, self._journal = kv, hardware, contents, journal
         self._stack = kv._host.stack()
         self._blocks = np.arange(self._stack.ledger.max_blocks, dtype=np.uint32)
-        self.perfect = True  # nothing was lost yet: neither by a fault nor because it was cancelled
         self.looks = 0
 
-    def look(self) -> None:
-        """Check everything; the manager is open."""
+    def look(self, *, perfect: bool) -> None:
+        """Check everything; the manager is open. `perfect`: nothing was lost or cancelled yet."""
         self.looks += 1
         host, stack = self._kv._host, self._stack
         if host._failure is not None:
@@ -83,7 +82,11 @@ class Watch:
             return
         self._look_at_slots()
         self._look_at_pins()
-        self._look_at_bytes()
+        ready = self._blocks[stack.index.states(0, self._blocks) == READY]
+        if len(ready):
+            self._look_at_bytes(ready)
+            if perfect:
+                self._look_at_parents(ready)
         store = stack.engine.stores.get("disk")
         if isinstance(store, DiskBackend):
             self._look_at_disk(store)
@@ -114,25 +117,20 @@ class Watch:
                 "pins", f"{pinned} pins; plans {plans}, transfers {running}, saves {saves}"
             )
 
-    def _look_at_bytes(self) -> None:
+    def _look_at_bytes(self, ready: BlockIds) -> None:
         """What the host calls readable is there, and nothing writes to it."""
         index = self._stack.index
-        ready = self._blocks[index.states(0, self._blocks) == READY]
-        if len(ready) == 0:
-            return
         slots, written = index.slots(0, ready).tolist(), self._hardware.written("host")
         for key, slot in zip(index.keys(ready).tolist(), slots, strict=True):
             if slot in written:
                 self._journal.accuse("early", f"host[{slot}] is readable while it is written")
             elif self._bytes_of(slot) != self._contents.of_key.get((key[0], key[1])):
                 self._journal.accuse("bytes", f"host[{slot}] is readable, its bytes are wrong")
-        if self.perfect:
-            self._look_at_parents(ready)
 
     def _bytes_of(self, slot: int) -> bytes:
         return self._stack.arena.view(slot)[:BLOCK_BYTES].tobytes()
 
-    def _look_at_parents(self, ready: Any) -> None:
+    def _look_at_parents(self, ready: BlockIds) -> None:
         index = self._stack.index
         parents = index.parents(ready)
         parents = parents[parents != NO_BLOCK]

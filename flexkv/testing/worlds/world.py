@@ -18,6 +18,7 @@ from flexkv.testing.worlds.story import Step, Story
 
 _LIMIT_S = 5000.0
 _LIMIT_TURNS = 50_000
+_REREAD = 6  # prompts that are looked for after the last restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class _World:
         """Look at the life that there is; raise the first violation."""
         life = self._life
         if life is not None and life.watch is not None:
-            life.watch.look()
+            life.watch.look(perfect=life.perfect)
         if self._journal.violation is not None:
             raise self._journal.violation
 
@@ -87,13 +88,24 @@ class _World:
             self._journal.write(step.describe())
             await self._do(step)
         await self._life.settle()
+        await self._life.prove_room(len(self._story.steps))
         self._life = await self._begin(await self._life.close())
+        self._life.get_all(len(self._story.steps) + 1, self._prompts())
         await self._life.settle()
         await self._life.close()
 
+    def _prompts(self) -> list[dict[str, Any]]:
+        """The prompts of the last puts, each once."""
+        puts = [step.arguments for step in self._story.steps if step.verb == "put"]
+        once = {(put["path"], put["namespace"]): None for put in puts}
+        return [{"path": path, "namespace": namespace} for path, namespace in once][-_REREAD:]
+
     async def _begin(self, platter: Any) -> Life:
         self._lives += 1
-        life = Life(self._story.seed, self._lives, self._story.settings, platter, self._journal)
+        story, perfect = self._story, self._life is None or self._life.perfect
+        life = Life(
+            story.seed, self._lives, story.settings, platter, self._journal, perfect=perfect
+        )
         await life.open()
         return life
 
