@@ -11,7 +11,10 @@ from collections.abc import Coroutine
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from flexkv import plugins
+from flexkv.backends.disk.table import SlotTable
 from flexkv.config import FlexKVConfig
 from flexkv.errors import CapacityError, ClosedError, TransferError
 from flexkv.manager import KVManager
@@ -21,7 +24,7 @@ from flexkv.testing.worlds.device import SPEC, TOKENS, Loan, Memory, WorldDevice
 from flexkv.testing.worlds.disk import Crash, Platter, WorldDisk
 from flexkv.testing.worlds.hardware import Fault, Hardware, Journal
 from flexkv.testing.worlds.story import Path
-from flexkv.testing.worlds.watch import Contents, Watch
+from flexkv.testing.worlds.watch import Contents, Key, Watch
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 DEVICE_BLOCKS = 40
@@ -72,6 +75,7 @@ class Life:
         journal: Journal,
         *,
         perfect: bool,
+        expected: set[Key] | None,
     ) -> None:
         self.journal, self.perfect = journal, perfect
         self.config = make_config(settings)
@@ -80,6 +84,8 @@ class Life:
         self.chance = Chance(mix(seed, number))
         self.hardware: Hardware
         self.watch: Watch | None = None
+        self._table: SlotTable | None = None
+        self._expected = expected
         self.transfers: dict[int, Transfer] = {}
         self.plans: dict[int, tuple[Plan, Path, tuple[str, ...]]] = {}
         self._listeners: dict[int, asyncio.Task[None]] = {}
@@ -100,7 +106,19 @@ class Life:
         stack = self.kv._host.stack()
         self.contents = Contents(stack.keyring)
         self.watch = Watch(self.kv, self.hardware, self.contents, self.journal)
-        self.journal.write("opened, disk holds", stack.index.resident(1) if stack.engine.stores else 0)
+        self._table = self.watch.table if stack.engine.stores else None
+        found = self.on_disk()
+        self.journal.write("opened, disk holds", len(found))
+        if self._expected is not None and found != self._expected:
+            gone, new = len(self._expected - found), len(found - self._expected)
+            self.journal.accuse("restart", f"{gone} blocks are gone, {new} came from nowhere")
+
+    def on_disk(self) -> set[Key]:
+        """Keys of the blocks that the disk tier has committed; also after it was closed."""
+        if self._table is None:
+            return set()
+        keys = self._table.keys[np.flatnonzero(self._table.sequences)].tolist()
+        return {(key[0], key[1]) for key in keys}
 
     def _begin_device(self, services: Services) -> tuple[Hardware, Memory]:
         self.hardware = Hardware(services.completions, self.chance, self.journal)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flexkv.backends.disk import DiskBackend
+from flexkv.backends.disk.table import SlotTable
 from flexkv.keys import Keyring
 from flexkv.model import ABSENT, HOST, NO_BLOCK, READY, BlockIds
 from flexkv.testing.worlds.device import BLOCK_BYTES, TOKENS
@@ -64,15 +65,37 @@ class Watch:
         self._kv, self._hardware, self._contents, self._journal = kv, hardware, contents, journal
         self._stack = kv._host.stack()
         self._blocks = np.arange(self._stack.ledger.max_blocks, dtype=np.uint32)
-        self.looks = 0
+        self._seen: tuple[Any, ...] = ()
+        self._commits = 0
+        commit = self._stack.engine._commit
+
+        def count(*arguments: Any) -> None:
+            self._commits += 1
+            commit(*arguments)
+
+        self._stack.engine._commit = count
+
+    def _state(self) -> tuple[Any, ...]:
+        """Something that changes whenever anything worth looking at may have changed."""
+        host, stack = self._kv._host, self._stack
+        index, tiers = stack.index, stack.ledger.tiers.values()
+        return (
+            *(self._hardware.moved, self._commits, index.pinned, len(index), len(stack.plans)),
+            *(len(host.transfers), len(host._saves), len(stack.discarder.forgetting)),
+            *(stack.spiller.busy, stack.spiller.queued_blocks),
+            *((tier.free, index.resident(tier.number)) for tier in tiers),
+        )
 
     def look(self, *, perfect: bool) -> None:
         """Check everything; the manager is open. `perfect`: nothing was lost or cancelled yet."""
-        self.looks += 1
         host, stack = self._kv._host, self._stack
         if host._failure is not None:
             self._journal.accuse("broken", f"the manager crashed: {host._failure!r}")
             return
+        state = self._state()
+        if state == self._seen:
+            return
+        self._seen = state
         try:
             stack.index.check_integrity()
             for tier in stack.ledger.tiers.values():
@@ -82,21 +105,21 @@ class Watch:
             return
         self._look_at_slots()
         self._look_at_pins()
-        ready = self._blocks[stack.index.states(0, self._blocks) == READY]
+        states = [stack.index.states(tier, self._blocks) for tier in range(len(stack.index.tiers))]
+        ready = np.flatnonzero(states[0] == READY).astype(np.uint32)
         if len(ready):
             self._look_at_bytes(ready)
             if perfect:
                 self._look_at_parents(ready)
-        store = stack.engine.stores.get("disk")
-        if isinstance(store, DiskBackend):
-            self._look_at_disk(store)
+        if len(states) > 1:
+            self._look_at_disk(np.flatnonzero(states[1] != ABSENT).astype(np.uint32))
 
     def _look_at_slots(self) -> None:
         ledger, index = self._stack.ledger, self._stack.index
         for tier in ledger.tiers.values():
             waiting = [d for d in self._stack.discarder.forgetting if d.tier is tier]
             out = sum(len(discard.slots) for discard in waiting)
-            if tier.name == HOST:
+            if tier.name == HOST and ledger.spill == "on_evict":
                 out += int(np.count_nonzero(ledger._free_when_saved))
             resident = index.resident(tier.number)
             if tier.free + resident + out != tier.capacity:
@@ -140,11 +163,9 @@ class Watch:
         if not somewhere.all():
             self._journal.accuse("orphan", "a block is readable, its parent is nowhere")
 
-    def _look_at_disk(self, store: DiskBackend) -> None:
+    def _look_at_disk(self, here: BlockIds) -> None:
         """Nothing is on disk outside the index; what is readable there has its own record."""
-        index, table = self._stack.index, store._table
-        states = index.states(1, self._blocks)
-        here = self._blocks[states != ABSENT]
+        index, table = self._stack.index, self.table
         slots = index.slots(1, here)
         known = set(slots.tolist())
         for discard in self._stack.discarder.forgetting:
@@ -152,11 +173,18 @@ class Watch:
         filled = np.flatnonzero(table.sequences).tolist()
         if not known.issuperset(filled):
             self._journal.accuse("outside", f"disk{sorted(set(filled) - known)} hold forgotten keys")
-        ready = states[here] == READY
+        ready = index.states(1, here) == READY
         wrong = table.filled(slots[ready])
         wrong &= (table.keys[slots[ready]] != index.keys(here[ready])).any(axis=1)
         if wrong.any():
             self._journal.accuse("record", f"disk{slots[ready][wrong].tolist()} hold other keys")
+
+    @property
+    def table(self) -> SlotTable:
+        """What the disk tier believes to be in its slots."""
+        store = self._stack.engine.stores["disk"]
+        assert isinstance(store, DiskBackend)
+        return store._table
 
     def look_idle(self) -> None:
         """Nothing is pinned, planned, in flight or waiting."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexkv.testing.loop import StandstillError, VirtualLoop
+from flexkv.testing.worlds.disk import Platter
 from flexkv.testing.worlds.hardware import Fault, Journal, Violation
 from flexkv.testing.worlds.life import Life
 from flexkv.testing.worlds.story import Step, Story
+from flexkv.testing.worlds.watch import Key
 
 _LIMIT_S = 5000.0
 _LIMIT_TURNS = 50_000
@@ -89,7 +91,7 @@ class _World:
             await self._do(step)
         await self._life.settle()
         await self._life.prove_room(len(self._story.steps))
-        self._life = await self._begin(await self._life.close())
+        self._life = await self._reopen(self._life)
         self._life.get_all(len(self._story.steps) + 1, self._prompts())
         await self._life.settle()
         await self._life.close()
@@ -100,14 +102,26 @@ class _World:
         once = {(put["path"], put["namespace"]): None for put in puts}
         return [{"path": path, "namespace": namespace} for path, namespace in once][-_REREAD:]
 
-    async def _begin(self, platter: Any) -> Life:
+    async def _begin(self, platter: Platter | None, expected: set[Key] | None = None) -> Life:
+        """Open the next life on what the last one left; `expected` says what that must be."""
         self._lives += 1
         story, perfect = self._story, self._life is None or self._life.perfect
         life = Life(
-            story.seed, self._lives, story.settings, platter, self._journal, perfect=perfect
+            story.seed,
+            self._lives,
+            story.settings,
+            platter,
+            self._journal,
+            perfect=perfect,
+            expected=expected if perfect else None,
         )
         await life.open()
         return life
+
+    async def _reopen(self, life: Life) -> Life:
+        """Close in order; what was on disk then must be there again."""
+        platter = await life.close()
+        return await self._begin(platter, life.on_disk())
 
     async def _do(self, step: Step) -> None:
         life = self._life
@@ -123,7 +137,7 @@ class _World:
             case "fault":
                 life.arm(Fault(**arguments))
             case "reopen":
-                self._life = await self._begin(await life.close())
+                self._life = await self._reopen(life)
             case "crash":
                 self._life = await self._begin(await life.crash(arguments["how"]))
             case verb:
