@@ -1,8 +1,8 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
 `register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
-`wait`, `flush`, `remove`, `reset`. Plain calls answer at once and start work; awaiting a Transfer
-is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
+`wait`, `flush`, `remove`, `reset` - `events`, `usage`. Plain calls start work at once; awaiting a
+Transfer is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import numpy as np
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
+from flexkv.events import EventStream
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
+from flexkv.layerwise import cut_by_layers
 from flexkv.model import SlotIds, TransferGraph
 from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
@@ -30,8 +32,7 @@ Namespace = Sequence[str] | None
 
 
 class KVManager:
-    """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the
-    engine's slots.
+    """Keeps KV blocks in host memory and on disk, and brings prefixes back into engines' slots.
 
     Use it as `async with KVManager(config) as kv`. All calls belong to the event loop that entered
     it; from other threads use `flexkv.sync.BlockingKVManager`. Tokens and slot mappings may be
@@ -190,16 +191,16 @@ class KVManager:
 
     # transfers
 
-    def launch(self, plan: Plan, slot_mapping: Any) -> Transfer:
+    def launch(self, plan: Plan, slot_mapping: Any, *, layerwise: bool = False) -> Transfer:
         """Start a plan.
 
         Args:
-            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more; the
-                rest is ignored), the first one for token `plan.offset`.
+            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more), the
+                first one for token `plan.offset`.
+            layerwise: bring the first layers of all blocks first.
 
         Raises:
-            InputError: the plan was launched, cancelled or expired before, or the mapping does not
-            fit.
+            InputError: the plan is not open any more, or the mapping does not fit.
         """
         stack = self._stack
         if not plan.open and len(plan.blocks):
@@ -213,7 +214,10 @@ class KVManager:
                 plan, self._host.think(stack.planner.launch_put, plan.put, device_blocks)
             )
         get = self._host.think(stack.planner.plan_get, plan.blocks, plan.keys, device_blocks, now)
-        return self._start(plan, get.graph, get.saves, get.by_tier, device_blocks)
+        graph, region = get.graph, self._region
+        if layerwise and region is not None and region.layers:
+            graph = cut_by_layers(graph, region.layers, stack.planner.chunk_blocks)
+        return self._start(plan, graph, get.saves, get.by_tier, device_blocks)
 
     def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
         """Match and launch: load the longest readable prefix into the slots of its tokens."""
@@ -324,7 +328,7 @@ class KVManager:
         """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses
         them.
 
-        Returns the number of tokens forgotten. Their disk slots are free once `flush` returns.
+        Returns the tokens forgotten. Their disk slots are free once `flush` returns.
         """
         stack = self._stack
         keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
@@ -337,6 +341,10 @@ class KVManager:
         first; calls made meanwhile find and store nothing.
         """
         await self._host.reset()
+
+    def events(self) -> EventStream:
+        """Listen to what becomes readable in which tier and what leaves it; see EventStream."""
+        return self._stack.events.listen()
 
     def usage(self) -> dict[str, dict[str, int]]:
         """Blocks per tier: capacity, free, resident; plus open plans and running transfers under
