@@ -267,6 +267,7 @@ class Host:
 
     def _pass_on(self, stack: Stack) -> None:
         """Hand the work that the ledger has collected to those who do it."""
+        stack.spiller.landed()
         for blocks, keys in stack.ledger.spills:
             stack.spiller.offer(blocks, keys)
         stack.ledger.spills.clear()

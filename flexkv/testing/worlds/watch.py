@@ -112,7 +112,12 @@ class Watch:
             if perfect:
                 self._look_at_parents(ready)
         if len(states) > 1:
-            self._look_at_disk(np.flatnonzero(states[1] != ABSENT).astype(np.uint32))
+            here = np.flatnonzero(states[1] != ABSENT).astype(np.uint32)
+            self._look_at_disk(here)
+            if perfect:
+                parents = stack.index.parents(here)
+                if (states[1][parents[parents != NO_BLOCK]] == ABSENT).any():
+                    self._journal.accuse("alone", "a block is on disk without its parent")
 
     def _look_at_slots(self) -> None:
         ledger, index = self._stack.ledger, self._stack.index
