@@ -75,7 +75,8 @@ class Plan:
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
     `parts` says how many tokens of each group of layers that takes; those of a get end where it
     ends. Most models have one group. `reach` counts the tokens from the first one on that are there
-    but for windows.
+    but for windows. `tag` is for the device backend, which finds it with every copy; the ranks
+    backend knows some.
     """
 
     __slots__ = (
@@ -89,6 +90,7 @@ class Plan:
         "parts",
         "put",
         "reach",
+        "tag",
     )
 
     def __init__(
@@ -108,6 +110,7 @@ class Plan:
         self.blocks, self.keys, self.parts, self.put = blocks, keys, parts, put
         self.reach = reach
         self.open = True
+        self.tag: Any = None
         self._cancel = cancel
 
     def cancel(self) -> None:

@@ -1,7 +1,7 @@
 """What the scheduler's side does on the manager's thread: looks up, launches, puts, waits for ends.
 
-`Carrier.match` - `launch`, `put` (a load, a save) - `cancel`. What has ended waits in `done`, and
-`news` is set: vLLM's thread takes it from there.
+`Carrier.match` - `launch`, `put` (a load, a save). What has ended waits in `done`, and `news` is
+set: vLLM's thread takes it from there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.errors import FlexKVError, TransferError
+from flexkv.errors import CapacityError, FlexKVError
 from flexkv.integration.vllm.events import NoEvents
-from flexkv.integration.vllm.groups import NULL_BLOCK, GroupTable
-from flexkv.integration.vllm.requests import State, Work
+from flexkv.integration.vllm.groups import GroupTable
+from flexkv.integration.vllm.requests import State, Work, slots_of
 from flexkv.manager import KVManager
 from flexkv.ranks import RankServer
 from flexkv.telemetry import log
-from flexkv.transfer import GetResult, Plan
+from flexkv.transfer import Plan
 
 
 class Carrier:
@@ -43,16 +43,15 @@ class Carrier:
         self.news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def match(self, tokens: NDArray[np.int32], state: State, computed: int) -> Plan | None:
+    def match(self, state: State, computed: int) -> Plan | None:
         """Look up what can be loaded behind `computed` tokens; None: nothing."""
         # A step computes one token at least. vLLM takes it back from an asynchronous load, which
         # it cannot do with a window: the block before may have been given up.
-        leave = 0 if self._asynchronous and self._groups.by_block else 1
         plan = self._manager.get_match(
-            tokens,
+            state.tokens,
             namespace=state.namespace,
             computed_tokens=computed,
-            leave_tokens=leave,
+            leave_tokens=0 if self._asynchronous and self._groups.by_block else 1,
             groups=self._groups.cache,
         )
         found = plan.offset + plan.matched
@@ -61,10 +60,6 @@ class Carrier:
             return plan
         plan.cancel()
         return None
-
-    def _slots(self, blocks: list[int]) -> NDArray[np.int64]:
-        starts = np.asarray(blocks, np.int64) * self._size
-        return (starts[:, None] + np.arange(self._size)).reshape(-1)
 
     def launch(
         self,
@@ -86,13 +81,10 @@ class Carrier:
                     computed_tokens=computed,
                     groups=self._groups.cache,
                 )
-            if not self._groups.by_block and (
-                plan.parts != load.parts or NULL_BLOCK in load.blocks
-            ):
-                plan.cancel()
-                raise TransferError(f"{plan.parts} tokens for blocks of {load.parts}")
-            slots = self._slots(load.blocks)
-            load.transfer = manager.launch(plan, slots, layerwise=not self._asynchronous)
+            self._groups.check(plan, load)
+            slots = slots_of(load.blocks, self._size)
+            plan.tag = load.step, load.number
+            load.transfer = manager.launch(plan, slots, layerwise=bool(load.number))
             for keys, first, group in self._groups.loaded(plan):
                 self._events.learn(keys, load.naming, first, group)
         except FlexKVError as error:
@@ -104,25 +96,20 @@ class Carrier:
     def put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         """Start a save."""
         try:
-            save.transfer = self._manager.put_async(
-                tokens,
-                self._slots(save.blocks),
-                namespace=namespace,
-                groups=self._groups.cache,
-                held=save.held,
+            plan = self._manager.put_match(
+                tokens, namespace=namespace, groups=self._groups.cache, held=save.held
             )
+            plan.tag = save.step, 0
+            save.transfer = self._manager.launch(plan, slots_of(save.blocks, self._size))
             for keys, first, group in self._groups.saved(save.transfer.keys, save.held):
                 self._events.learn(keys, save.naming, first, group)
         except FlexKVError as error:
+            if isinstance(error, CapacityError):
+                self._manager.telemetry.add("refused_puts", 1)
             log.warning("vllm.save_failed", request=save.request, error=repr(error))
             self._report(save)
             return
         self._watch(save)
-
-    def cancel(self, work: Work) -> None:
-        """Drop what of it has not begun."""
-        if work.transfer is not None:
-            work.transfer.cancel()
 
     def _watch(self, work: Work) -> None:
         task = asyncio.get_running_loop().create_task(self._wait_for(work))
@@ -130,19 +117,11 @@ class Carrier:
         task.add_done_callback(self._tasks.discard)
 
     async def _wait_for(self, work: Work) -> None:
-        transfer = work.transfer
-        assert transfer is not None
-        await transfer.quiesced()
-        try:
-            result = transfer.result()
-        except FlexKVError as error:
-            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
-        else:
-            work.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
-            work.elapsed_s = result.elapsed_ms / 1e3
-        rest = tuple(work.blocks[work.moved_tokens // self._size :])
+        assert work.transfer is not None
+        await work.transfer.quiesced()
+        work.book(work.transfer)
         if work.is_load:
-            self._report(work, rest)
+            self._report(work, tuple(work.blocks[work.moved_tokens // self._size :]))
             return
         settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
         self._report(work)

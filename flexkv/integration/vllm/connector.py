@@ -47,6 +47,10 @@ class FlexKVConnector(Calls, KVConnectorBase_V1, _OfGroups):
         failed = set() if news is None else news.failed_requests
         return base.KVConnectorTransferResults(sent or set(), received or set(), failed)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See SchedulerSide.bind."""
+        self.scheduler.bind(gpu_block_pool)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """No: a save that is lost is a miss later."""

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.errors import TransferError
 from flexkv.integration.vllm.geometry import Geometry
+from flexkv.integration.vllm.requests import Work
 from flexkv.model import KeyArray
 from flexkv.transfer import Plan
 
@@ -111,6 +113,16 @@ class GroupTable:
                 if len(stretch):
                     yield keys[start : start + len(stretch)], int(stretch[0]), number
                     start += len(stretch)
+
+    def check(self, plan: Plan, load: Work) -> None:
+        """See that a plan brings what a load of several groups needs; else cancel it.
+
+        Raises:
+            TransferError: blocks have left the cache since it was asked, or vLLM gave none.
+        """
+        if not self.by_block and (plan.parts != load.parts or NULL_BLOCK in load.blocks):
+            plan.cancel()
+            raise TransferError(f"a hybrid load needs {load.parts} tokens, found {plan.parts}")
 
     def complete(self, ids: Sequence[Sequence[int]], count: int) -> int:
         """Return how many of `count` blocks every group without a window has."""

@@ -3,9 +3,10 @@
 `matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
 `take_stats` - `reset`, `close`.
 
-vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
-manager's loop thread (`Carrier`), and what becomes of it waits there for the next step. Each load
-and each save that was started is reported exactly once, when none of its bytes can move any more.
+vLLM's thread only asks for matches, in between what the loop does; everything else is posted to the
+manager's loop thread, see `carrier`, and what becomes of it waits there for the next step. Each
+load and each save that was started is reported exactly once, when none of its bytes can move any
+more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
+from flexkv.integration.vllm.sync_loads import SyncLoads
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
@@ -42,12 +44,11 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, version: str) -> None:
-        transfer = vllm_config.kv_transfer_config
-        self._options = Options.read(transfer.kv_connector_extra_config)
+        self._options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
         self._groups = GroupTable(geometry)
-        self.asynchronous = self._options.load == "async" or not self._groups.by_block
+        self._asynchronous = self._options.load == "async" or not self._groups.by_block
         self._server = RankServer(
             self._options.socket_path(vllm_config),
             shares=[geometry.share(rank).block_bytes for rank in range(geometry.ranks)],
@@ -68,10 +69,9 @@ class SchedulerSide:
             prompt_only=self._options.save == "prompt",
         )
         self._states: dict[str, State] = {}
-        self._step = 0
-        self._numbers = 0
-        self._pending = 0
-        self._awaited: list[tuple[int, list[int]]] = []
+        self._step = self._pending = 0
+        self._awaiting_step = 0  # the one that the last load waits for
+        self.sync_loads = SyncLoads(self._size)
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
         self._carrier = Carrier(
@@ -79,13 +79,14 @@ class SchedulerSide:
             self._server,
             self._groups,
             self._events,
-            asynchronous=self.asynchronous,
+            asynchronous=self._asynchronous,
         )
 
     # --- vLLM's thread
 
     def bind(self, pool: Any) -> None:
         """Take vLLM's block pool."""
+        self.sync_loads.pool = pool
         self._groups.bind(pool)
 
     def arrived(self, request: Any) -> None:
@@ -93,31 +94,34 @@ class SchedulerSide:
         if serves(request):
             self._state(request).read(request)
 
-    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Return how many tokens behind `computed` can be loaded, and whether asynchronously."""
-        if computed % self._size or not self._server.ready or not serves(request):
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind `computed` can be loaded (None: ask in the next step), and
+        whether asynchronously.
+        """
+        if not serves(request):
             return 0, False
         state = self._state(request)
-        if state.load_failed:
-            # It is computed now. Were a load offered again, vLLM would count its blocks twice when
-            # it looks for room, and with little of that wait for ever.
+        state.read(request)
+        if self.sync_loads.concerns(state, computed):
+            return None, False
+        # After a failed load it is computed. Were one offered again, vLLM would count its blocks
+        # twice when it looks for room, and with little of that wait for ever.
+        if state.load_failed or computed % self._size or not self._server.ready:
             return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
-            tokens = state.read(request)
             try:
-                plan = self.kv.visit(self._carrier.match, tokens, state, computed)
+                plan = self.kv.visit(self._carrier.match, state, computed)
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
-            state.asked = question
-            state.plan = plan
+            state.asked, state.plan = question, plan
             self._groups.keep_window(request, state.junction_tokens)
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
-        return state.plan.matched, self.asynchronous
+        return state.plan.matched, self._asynchronous
 
     def allocated(self, request: Any, blocks: Any, loading: int) -> None:
         """Start the load of `loading` tokens into the request's blocks; 0: there is none."""
@@ -131,18 +135,17 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        parts = self._groups.to_load(blocks.get_block_ids(), first, last)
-        load = Work(request.request_id, list(chain.from_iterable(parts)), True, tokens=loading)
-        load.parts = tuple(len(part) * self._size for part in parts)
-        if not self.asynchronous:
-            self._numbers += 1
-            load.number, load.silent = self._numbers, True
-            self._awaited.append((load.number, load.blocks))
+        held = blocks.get_block_ids()
+        parts = self._groups.to_load(held, first, last)
+        load = Work(request.request_id, list(chain.from_iterable(parts)), True, self._step + 1)
+        load.tokens, load.parts = loading, tuple(len(part) * self._size for part in parts)
+        if not self._asynchronous:
+            self.sync_loads.begin(load, state, computed, held[0])
+            self._server.last_load = load.number
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one.
-        self._server.stamps.give(load.blocks, self._step + 1, load.number)
+        self._awaiting_step = self._step + 1
         self._pending += 1
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
@@ -151,15 +154,16 @@ class SchedulerSide:
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self.busy():
+        begins = self._awaiting_step == self._step
+        if not output.total_num_scheduled_tokens and self.busy() and not begins:
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
             self._carrier.news.clear()
             if not self._carrier.done:
                 self._carrier.news.wait(_IDLE_S)
         withdrawn = self._saves.scheduled(output)
-        news = StepNews(self._step, awaited=self._awaited, withdrawn=withdrawn)
-        self._awaited = []
+        awaited = self.sync_loads.take_awaited()
+        news = StepNews(self._step, awaited=awaited, withdrawn=withdrawn)
         while self._carrier.done:
             work = self._settle(self._carrier.done.popleft())
             if work is None:
@@ -176,6 +180,7 @@ class SchedulerSide:
 
         Failures go the other way, because vLLM has looked at failed blocks before it asks here.
         """
+        self.sync_loads.outcome(output.invalid_block_ids)
         for work in list(self._carrier.done):
             if work.failed:
                 continue
@@ -193,12 +198,12 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
-        name, saves = request.request_id, list(self._saves.finished(request.request_id))
+        name, load = request.request_id, state.load
+        saves = list(self._saves.finished(name))
         self._drop_plan(state)
-        load = state.load
         if load is not None and not load.reported:
             if not load.number:  # vLLM waits for its end by itself
-                self.kv.post(self._carrier.cancel, load)
+                self.kv.post(load.cancel)
                 return False
             # A synchronous load is not cut short: vLLM may count its blocks as cached already.
             load.is_load = False
@@ -220,9 +225,8 @@ class SchedulerSide:
         # of windows, those before places where the next request may part from this one
         ends = request.num_prompt_tokens, request.num_prompt_tokens - 1, state.junction_tokens
         found = self._groups.to_save(request, block_ids, count, ends)
-        save = Work(request.request_id, found.blocks, False, tokens=count * self._size)
+        save = Work(request.request_id, found.blocks, False, self._step, count * self._size)
         save.held, save.kept = found.held, found.kept
-        self._server.stamps.give(save.blocks, self._step)
         self._pending += 1
         self._metrics.add("saves")
         tokens = state.read(request)[: save.tokens]
