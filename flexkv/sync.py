@@ -227,21 +227,23 @@ class BlockingKVManager:
         loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
         return answer.wait()
 
-    def visit(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
+    def visit(self, verb: Callable[..., _T], *arguments: Any, timeout_s: float = -1) -> _T:
         """Make a plain call on this thread while the loop thread rests, without waking it: for
         questions (`get_match`) that a scheduler asks at every step. It waits until the loop has
-        nothing to do at this moment.
+        nothing to do at this moment, for ever with the default, or raises TimeoutError.
 
         The call may not start anything on the loop: no transfers, no tasks.
         """
         loop, host = self._running_loop(), self._kv._host
-        with self._rests.lock:
-            own, host.thread = host.thread, threading.get_ident()
-            try:
-                return verb(*arguments, **keywords)
-            finally:
-                host.thread = own
-                loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
+        if not self._rests.lock.acquire(timeout=timeout_s):
+            raise TimeoutError(f"the manager's loop did not rest within {timeout_s} s")
+        own, host.thread = host.thread, threading.get_ident()
+        try:
+            return verb(*arguments)
+        finally:
+            host.thread = own
+            self._rests.lock.release()
+            loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
 
     def post(self, verb: Callable[..., object], *arguments: Any) -> None:
         """Have a plain call made on the loop thread soon, without waiting for it. Calls are made in

@@ -13,8 +13,10 @@ pytestmark = [pytest.mark.timeout(600)]
 
 def test_the_first_layer_is_computed_while_later_ones_have_not_landed(tiny: Path) -> None:
     tokens = prompt(LONG, 7)
-    # a load that was waited for as a whole would end with load_wait_ms, and be computed
-    with Engine(tiny, connector(load="sync", chunk_bytes=65536, load_wait_ms=20_000)) as engine:
+    # a load that was waited for as a whole would end with transfer_timeout_ms, and be computed
+    with Engine(
+        tiny, connector(load="sync", chunk_bytes=65536, transfer_timeout_ms=20_000)
+    ) as engine:
         cold = engine.generate(prompts=[tokens], tokens=ANSWER)
         assert engine.reset_local()
         engine.hold_layers()

@@ -34,6 +34,8 @@ _LOCAL = {"locality": "LOCAL"}
 _STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
 
+_VISIT_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Naming:
@@ -140,7 +142,11 @@ class EventTranslator(NoEvents):
         """See NoEvents."""
         if not self._stream.pending and not self._learned:
             return []
-        happened = self._kv.visit(self._stream.take) if self._stream.pending else []
+        try:
+            asked = self._stream.pending
+            happened = self._kv.visit(self._stream.take, timeout_s=_VISIT_S) if asked else []
+        except TimeoutError:  # it is busy, or hangs: with one of the next steps
+            return []
         # in this order: whatever was stored by then has been learned by then
         events: list[KVCacheEvent] = []
         while self._learned:
