@@ -30,11 +30,10 @@ from flexkv.telemetry import log
 SPARE_NAMES = 65_536  # names of blocks that are in no tier (yet, or between two)
 CPU = getattr(kv_events, "MEDIUM_CPU", "CPU")
 STORAGE = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+_VISIT_S = 0.05  # a busy loop is asked again with the next step
 _LOCAL = {"locality": "LOCAL"}
 _STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
-
-_VISIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
