@@ -9,7 +9,7 @@ from engines import Engine, connector, prompt
 from test_offline import ANSWER, LONG, WHOLE, check_idle
 
 pytestmark = [pytest.mark.timeout(600)]
-SHORT = {"match_timeout_ms": 200, "transfer_timeout_ms": 1500}
+SHORT = {"match_timeout_ms": 200, "engine_wait_ms": 1500}
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])

@@ -29,7 +29,7 @@ class Options:
     request that still runs whenever so many tokens are new; 0: only at its end. `socket`: where
     workers join (default: in a private directory). `axes`: letters of the KV tensors, for layouts
     that are not declared. `rank_timeout_ms`: how long a worker may be silent while it owes a copy.
-    `match_timeout_ms`: how long the scheduler waits for an answer, `transfer_timeout_ms`: how long
+    `match_timeout_ms`: how long the scheduler waits for an answer, `engine_wait_ms`: how long
     a load or save may take, before they are given up and the engine computes. `min_load_tokens`:
     shorter hits are computed instead. `metrics_port`: where flexkv's own metrics can be read on
     127.0.0.1 (0: nowhere).
@@ -42,7 +42,7 @@ class Options:
     axes: str = ""
     rank_timeout_ms: int = 1000
     match_timeout_ms: int = 1000
-    transfer_timeout_ms: int = 30_000
+    engine_wait_ms: int = 60_000
     min_load_tokens: int = 0
     metrics_port: int = 0
     settings: dict[str, Any] = field(default_factory=dict)

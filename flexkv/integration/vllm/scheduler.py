@@ -67,7 +67,7 @@ class SchedulerSide:
         self._states: dict[str, State] = {}
         self._step = self._pending = 0
         self._hangs = False  # the manager did not answer the last time
-        self._overdue = Overdue(self._options.transfer_timeout_ms / 1e3)
+        self._overdue = Overdue(self._options.engine_wait_ms / 1e3)
         self.sync_loads = SyncLoads(self._size)
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
