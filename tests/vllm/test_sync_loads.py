@@ -16,9 +16,7 @@ pytestmark = [pytest.mark.timeout(600)]
 def test_the_first_layer_is_computed_while_later_ones_have_not_landed(tiny: Path) -> None:
     tokens = prompt(LONG, 7)
     # a load that was waited for as a whole would end with engine_wait_ms, and be computed
-    with Engine(
-        tiny, connector(load="sync", chunk_bytes=65536, engine_wait_ms=20_000)
-    ) as engine:
+    with Engine(tiny, connector(load="sync", chunk_bytes=65536, engine_wait_ms=20_000)) as engine:
         cold = engine.generate(prompts=[tokens], tokens=ANSWER)
         assert engine.reset_local()
         engine.hold_layers()

@@ -3,7 +3,7 @@
 `matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
 `take_stats` - `reset`, `close`.
 
-vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
+vLLM's thread only asks for matches, in between what the loop does; everything else is posted to the
 manager's loop thread, see `carrier`, and what becomes of it waits there for the next step. Each
 load and each save that was started is reported exactly once, when none of its bytes can move any
 more.
@@ -68,6 +68,7 @@ class SchedulerSide:
         self._step = self._pending = 0
         self._hangs = False  # the manager did not answer the last time
         self._overdue = Overdue(self._options.engine_wait_ms / 1e3)
+        self._awaiting_step = 0  # the one that the last load waits for
         self.sync_loads = SyncLoads(self._size)
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
@@ -136,6 +137,7 @@ class SchedulerSide:
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
+        self._awaiting_step = self._step + 1
         self._pending += 1
         self._overdue.add(load)
         self._metrics.add("loads")
@@ -145,7 +147,8 @@ class SchedulerSide:
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self.busy():
+        begins = self._awaiting_step == self._step
+        if not output.total_num_scheduled_tokens and self.busy() and not begins:
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
             self._carrier.news.clear()
