@@ -31,6 +31,7 @@ from flexkv.telemetry import log
 _JOIN_S = 10.0
 _IDLE_S = 0.002
 _RESET_MS = 10_000
+_HANGS_S = 0.01  # to see whether a manager that did not answer does so again
 _WHOLE_ENDS = ("STOP", "LENGTH")  # reasons after which a request's blocks are complete
 
 
@@ -103,7 +104,7 @@ class SchedulerSide:
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
-            wait_s = 0 if self._hangs else self._options.match_timeout_ms / 1e3
+            wait_s = _HANGS_S if self._hangs else self._options.match_timeout_ms / 1e3
             try:
                 plan = self.kv.visit(self._carrier.match, state, computed, timeout_s=wait_s)
             except (FlexKVError, TimeoutError) as error:
