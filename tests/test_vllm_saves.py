@@ -26,9 +26,10 @@ class Rig:
         self.saves.admitted(self.request, self.state)
         self.blocks = 0
 
-    def start(self, request: Any, state: State, blocks: list[int]) -> Work:
-        self.started.append(Work(request.request_id, blocks, False))
-        return self.started[-1]
+    def start(self, request: Any, state: State, ids: list[list[int]], count: int) -> Work:
+        save = Work(request.request_id, ids[0][:count], False, tokens=count * SIZE)
+        self.started.append(save)
+        return save
 
     def step(
         self, *, first: bool = False, preempted: bool = False, resumed: bool = False
