@@ -38,6 +38,7 @@ class State:
     plan: Plan | None = None
     load: Work | None = None
     known_tokens: int = 0  # leading tokens that the cache held when it was asked
+    load_failed: bool = False
 
 
 def namespace_of(request: Any) -> tuple[str, ...]:

@@ -80,6 +80,10 @@ class SchedulerSide:
         if computed % self._size or not self._server.ready or not self._serves(request):
             return 0, False
         state = self._state(request)
+        if state.load_failed:
+            # It is computed now. Were a load offered again, vLLM would count its blocks twice when
+            # it looks for room, and with little of that wait for ever.
+            return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
@@ -243,7 +247,7 @@ class SchedulerSide:
             self.stats.add("failed_loads")
             state = self._states.get(work.request)
             if state is not None:
-                state.known_tokens = 0
+                state.known_tokens, state.load_failed = 0, True
         return None if work.silent else work
 
     # --- the manager's thread
