@@ -226,21 +226,34 @@ class BlockingKVManager:
         loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
         return answer.wait()
 
-    def visit(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
+    def visit(
+        self,
+        verb: Callable[..., _T],
+        *arguments: Any,
+        timeout_ms: float | None = None,
+        **keywords: Any,
+    ) -> _T:
         """Make a plain call on this thread while the loop thread rests, without waking it: for
         questions (`get_match`) that a scheduler asks at every step. It waits until the loop has
         nothing to do at this moment.
 
         The call may not start anything on the loop: no transfers, no tasks.
+
+        Raises:
+            TimeoutError: the loop did not come to rest within `timeout_ms`; the call was not made.
         """
         loop, host = self._running_loop(), self._kv._host
-        with self._rests.lock:
+        if not self._rests.lock.acquire(timeout=-1 if timeout_ms is None else timeout_ms / 1e3):
+            raise TimeoutError(f"the manager's loop has been busy for {timeout_ms} ms")
+        try:
             own, host.thread = host.thread, threading.get_ident()
             try:
                 return verb(*arguments, **keywords)
             finally:
                 host.thread = own
                 loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
+        finally:
+            self._rests.lock.release()
 
     def post(self, verb: Callable[..., object], *arguments: Any) -> None:
         """Have a plain call made on the loop thread soon, without waiting for it. Calls are made in

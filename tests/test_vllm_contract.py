@@ -85,7 +85,7 @@ def running(connector: type, dice: random.Random, failing: float = 0.0, **option
 def side(engine: FakeEngine) -> Any:
     """The scheduler's side of the connector, however it is wrapped."""
     inner = getattr(engine.connector, "_flexkv_connector", engine.connector)
-    return inner.scheduler
+    return inner.scheduler.side
 
 
 def check_rest(engine: FakeEngine) -> None:

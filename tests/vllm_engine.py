@@ -275,9 +275,7 @@ class FakeEngine:
 
     @property
     def has_requests(self) -> bool:
-        return bool(
-            self.requests or self.finished_ids or self.connector.has_pending_push_work()
-        )
+        return bool(self.requests or self.finished_ids or self.connector.has_pending_push_work())
 
     def settle(self) -> None:
         """Step until there is nothing left to do."""
@@ -495,10 +493,10 @@ class FakeEngine:
         return found
 
     def _reserved(self) -> int:
-        loading = [request for request in (*self.holding, *self.running)]
+        """Blocks that prefills under way are still going to need; a failed load counts whole."""
         return sum(
             max(0, -(-request.num_tokens // self.size) - len(request.blocks))
-            for request in loading
+            for request in self.requests.values()
             if request.unfinished_prefill
         )
 
@@ -568,7 +566,6 @@ class FakeEngine:
             request.num_computed_tokens -= 1
         self.received.remove(name)
         request.status = PREEMPTED if request.num_preemptions else WAITING
-        request.unfinished_prefill = bool(request.blocks)
 
     # --- the workers
 

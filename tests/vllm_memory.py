@@ -1,5 +1,5 @@
-"""KV memory and sequences of the fake engine: `Chain` (what a request's tokens are, and a number that
-stands for each prefix) - `Memory` (one rank's KV tensors: `write`, `first_wrong`, `poison`).
+"""KV memory and sequences of the fake engine: `Chain` (a request's tokens, and a number that stands
+for each prefix) - `Memory` (one rank's KV tensors: `write`, `first_wrong`, `poison`).
 
 The KV bytes of a token are a function of its whole prefix, the layer and the rank, so that bytes of
 another request, another place or another time are recognised wherever they turn up.

@@ -51,7 +51,7 @@ class SupportsHMA:
     """Mixin of connectors that are told the blocks of every group."""
 
 
-class KVConnectorBase_V1:  # noqa: N801
+class KVConnectorBase_V1:
     """The base class: bound metadata, and defaults for what a connector does not care for."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -104,12 +104,23 @@ class KVConnectorBase_V1:  # noqa: N801
         return True
 
 
-_FORWARDED = (
-    "start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_finished register_kv_caches "
-    "get_block_ids_with_load_errors get_num_new_matched_tokens update_state_after_alloc "
-    "build_connector_meta update_connector_output request_finished take_events "
-    "get_kv_connector_stats shutdown"
-).split()
+_FORWARDED = [
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_finished",
+    "register_kv_caches",
+    "get_block_ids_with_load_errors",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "take_events",
+    "get_kv_connector_stats",
+    "shutdown",
+]
 
 
 class FlexKVConnectorV1(KVConnectorBase_V1):

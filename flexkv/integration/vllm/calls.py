@@ -13,6 +13,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.parallel_state import get_tp_group
 
+from flexkv.integration.vllm.guard import Guard
 from flexkv.integration.vllm.messages import FlexKVStats, StepNews
 from flexkv.integration.vllm.scheduler import SchedulerSide
 from flexkv.integration.vllm.worker import WorkerSide
@@ -22,20 +23,21 @@ from flexkv.telemetry import log
 class Calls:
     """Hands vLLM's calls to the side that this process is: the scheduler's or a worker's."""
 
-    _scheduler: SchedulerSide | None = None
+    _scheduler: Guard | None = None
     _worker: WorkerSide | None = None
 
     def open_side(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Become the scheduler's side or a worker's, as `role` says."""
         if role == KVConnectorRole.SCHEDULER:
             _prefer_recompute(vllm_config)
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
+            side = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
+            self._scheduler = Guard(side)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, vllm.__version__)
 
     @property
-    def scheduler(self) -> SchedulerSide:
-        """The scheduler's side."""
+    def scheduler(self) -> Guard:
+        """The scheduler's side, behind its guard."""
         assert self._scheduler is not None, "a worker's connector was asked as the scheduler's"
         return self._scheduler
 
@@ -121,6 +123,10 @@ class Calls:
     ) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""
         return self.scheduler.finished(request, block_ids), None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See Guard.bind."""
+        self.scheduler.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to go on stepping for the sake of ends to be reported."""

@@ -30,6 +30,7 @@ from flexkv.transfer import Plan
 _JOIN_S = 10.0
 _IDLE_S = 0.002
 _RESET_MS = 10_000
+_VISIT_MS = 50  # a loop that is not at rest for so long is in trouble; do not wait with it
 _WHOLE_ENDS = ("STOP", "LENGTH")  # reasons after which a request's blocks are complete
 
 
@@ -43,6 +44,7 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, version: str) -> None:
         transfer = vllm_config.kv_transfer_config
         self._options = Options.read(transfer.kv_connector_extra_config)
+        self.asynchronous = not self._options.waits_in_step(vllm_config, kv_cache_config, version)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
         self._server = RankServer(
@@ -89,7 +91,9 @@ class SchedulerSide:
             self._drop_plan(state)
             tokens = self._tokens(request, state)
             try:
-                plan = self.kv.visit(self._match, tokens, state.namespace, computed)
+                plan = self.kv.visit(
+                    self._match, tokens, state.namespace, computed, timeout_ms=_VISIT_MS
+                )
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
@@ -98,7 +102,7 @@ class SchedulerSide:
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
-        return state.plan.matched, self._options.load == "async"
+        return state.plan.matched, self.asynchronous
 
     def allocated(self, request: Any, blocks: Any, loading: int) -> None:
         """Start the load of `loading` tokens into the request's blocks; 0: there is none."""
@@ -112,7 +116,7 @@ class SchedulerSide:
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
         load = Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
-        if self._options.load == "sync":
+        if not self.asynchronous:
             self._numbers += 1
             load.number, load.silent = self._numbers, True
             self._awaited.append((load.number, load.blocks))
@@ -208,6 +212,15 @@ class SchedulerSide:
             return False
         return True
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the manager; None while it is well."""
+        return self.kv.manager.failure
+
+    def abandon(self) -> None:
+        """Part from the workers: nothing can be copied into or out of them any more."""
+        self._server.close()
+
     def close(self) -> None:
         """Close the manager. Twice is fine."""
         self.kv.close()
@@ -255,7 +268,7 @@ class SchedulerSide:
     def _match(
         self, tokens: NDArray[np.int32], namespace: tuple[str, ...], computed: int
     ) -> Plan | None:
-        leave = 0 if self._options.load == "async" else 1
+        leave = 0 if self.asynchronous else 1
         plan = self.kv.manager.get_match(
             tokens, namespace=namespace, computed_tokens=computed, leave_tokens=leave
         )
@@ -286,7 +299,7 @@ class SchedulerSide:
                     tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
                 )
             load.transfer = manager.launch(plan, self._slots(load.blocks))
-        except FlexKVError as error:
+        except Exception as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
             self._report(load, tuple(load.blocks))
             return
@@ -297,7 +310,7 @@ class SchedulerSide:
             save.transfer = self.kv.manager.put_async(
                 tokens, self._slots(save.blocks), namespace=namespace
             )
-        except FlexKVError as error:
+        except Exception as error:
             log.warning("vllm.save_failed", request=save.request, error=repr(error))
             self._report(save)
             return
@@ -315,11 +328,11 @@ class SchedulerSide:
     async def _wait_for(self, work: Work) -> None:
         transfer = work.transfer
         assert transfer is not None
-        await transfer.quiesced()
         loaded = 0
         try:
+            await transfer.quiesced()
             result = transfer.result()
-        except FlexKVError as error:
+        except Exception as error:
             log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
         else:
             loaded = result.loaded if work.is_load and hasattr(result, "loaded") else 0
@@ -327,7 +340,7 @@ class SchedulerSide:
 
     def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
         work.failed = failed
-        if work.number:
-            self._server.tell_loaded(work.number, failed)
         self._done.append(work)
         self._news.set()
+        if work.number:
+            self._server.tell_loaded(work.number, failed)
