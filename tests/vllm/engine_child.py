@@ -35,6 +35,10 @@ class Child:
         connector = self.scheduler.connector
         return getattr(connector, "_flexkv_connector", connector).scheduler
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return list(self.llm.get_tokenizer().encode(text))
+
     def generate(
         self, prompts: list[list[int]], tokens: int, salts: list[str | None] | None = None
     ) -> dict[str, Any]:
@@ -105,6 +109,29 @@ class Child:
                 arena.view(slot)[:] = 0
 
         self.flexkv.kv.call(overwrite)
+
+    def fail_disk_reads(self, share: float) -> None:
+        """Let a share of the blocks that are read from disk fail from now on."""
+        import random
+
+        import numpy as np
+
+        from flexkv.testing.faults import Fault, inject
+
+        dice = random.Random(1)
+
+        class Sometimes(Fault):
+            def pick(self, count: int) -> Any:
+                return np.array([i for i in range(count) if dice.random() < share], np.intp)
+
+        def inject_faults() -> None:
+            stack = self.flexkv.kv.manager._stack
+            inject(stack.engine.stores["disk"], stack.arena).active += [
+                Sometimes("read", "EIO"),
+                Sometimes("read", "flip"),
+            ]
+
+        self.flexkv.kv.call(inject_faults)
 
     def fail_loads(self, share: float) -> None:
         """Let a share of the copies to the device fail from now on, the same ones every time."""

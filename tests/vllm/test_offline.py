@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from engines import BLOCK, BUILT_IN, MODULE, Engine, connector, prompt
+from engines import BLOCK, BUILT_IN, MODULE, Engine, check_idle, connector, prompt, spoil
 
 pytestmark = [pytest.mark.timeout(600)]
 LONG, ANSWER = 1500, 24
@@ -29,15 +28,6 @@ def reuse(engine: Any, tokens: list[int]) -> list[int]:
     assert cold["tokens"] == hit["tokens"] == again["tokens"]
     answer: list[int] = cold["tokens"][0]
     return answer
-
-
-def check_idle(engine: Any) -> None:
-    """Nothing is pinned or under way, and vLLM can empty its cache."""
-    assert engine.settle()
-    manager = engine.usage()["manager"]
-    idle = {name: manager[name] for name in ("plans", "transfers", "pinned", "tickets")}
-    assert idle == dict.fromkeys(idle, 0)
-    assert engine.reset_local()
 
 
 @pytest.mark.parametrize(
@@ -119,16 +109,6 @@ def test_after_a_crash_the_prompt_comes_back_from_disk_and_damage_is_recomputed(
         counters = engine.counters()
         assert sum(counters["damaged_blocks"].values()) == 1
         check_idle(engine)
-
-
-def spoil(directory: Path) -> None:
-    """Change one byte in the middle of what is stored there."""
-    (path,) = directory.rglob("flexkv.data")
-    content = np.fromfile(path, np.uint8)
-    used = np.flatnonzero(content)
-    with path.open("r+b") as file:
-        file.seek(int(used[len(used) // 2]))
-        file.write(bytes([content[used[len(used) // 2]] ^ 0xFF]))
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])

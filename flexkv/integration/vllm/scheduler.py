@@ -301,6 +301,8 @@ class SchedulerSide:
             load.transfer = manager.launch(plan, self._slots(load.blocks))
         except Exception as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
+            if plan is not None:
+                plan.cancel()
             self._report(load, tuple(load.blocks))
             return
         self._watch(load)
