@@ -58,7 +58,7 @@ def test_real_text_gets_the_same_answer_from_host_memory_disk_and_after_damage(
         metrics = first.metrics()
         assert metrics["vllm:external_prefix_cache_hits"] == sum(whole(prompts))
         check_idle(first)
-        assert first.usage()["disk"]["readable"] >= sum(whole(prompts)) // BLOCK
+        assert first.usage()["disk"]["resident"] >= sum(whole(prompts)) // BLOCK
     with engine() as second:
         disk = second.generate(**ask)
         assert disk["cached"] == whole(prompts)

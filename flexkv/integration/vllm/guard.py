@@ -131,9 +131,9 @@ class Guard:
         """Close the manager; not for longer than closing may take. Twice is fine."""
         closing = threading.Thread(target=self._close, name="flexkv-close", daemon=True)
         closing.start()
-        closing.join(self._close_s)
+        closing.join(_GRACE_S if self.lost else self._close_s)
         if closing.is_alive():
-            log.error("vllm.close_abandoned", waited_s=self._close_s)
+            log.error("vllm.close_abandoned", lost=self.lost)
 
     # ---
 
