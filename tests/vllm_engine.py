@@ -40,7 +40,7 @@ class Request:
         # the scheduler's own
         self.chain = Chain(prompt, repr(salt))
         self.blocks: list[int] = []
-        self.cached = self.placeholders = self.in_flight = self.stale = self.fence = 0
+        self.told = self.cached = self.placeholders = self.in_flight = self.stale = self.fence = 0
         self.drop_stale = self.unfinished_prefill = False
 
     @property
@@ -463,7 +463,10 @@ class FakeEngine:
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[entry[0].request_id for entry in cached],
                 resumed_req_ids={request.request_id for request in resumed},
-                new_block_ids=[(entry[1],) if entry[0] in resumed else None for entry in cached],
+                new_block_ids=[
+                    (entry[1][entry[0].told :],) if len(entry[1]) > entry[0].told else None
+                    for entry in cached
+                ],
                 num_computed_tokens=[entry[2] for entry in cached],
             ),
             finished_req_ids=self.finished_ids,
@@ -477,6 +480,8 @@ class FakeEngine:
                 req_ids=set(counts),
                 get_block_ids=lambda name: (list(self.requests[name].blocks),),
             )
+        for request, blocks, *_ in work:
+            request.told = len(blocks)
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
         output.kv_connector_block_state = None
         return output
@@ -534,7 +539,7 @@ class FakeEngine:
         return not self.defer_frees or request.fence <= self.processed_steps
 
     def _free(self, request: Request) -> None:
-        blocks, request.blocks, request.cached = request.blocks, [], 0
+        blocks, request.blocks, request.cached, request.told = request.blocks, [], 0, 0
         if self._can_free(request):
             self.pool.release(blocks)
         else:

@@ -139,6 +139,8 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
 class KVCacheEvent:
     """Base of the events."""
 
+    __struct_fields__ = ()
+
 
 @dataclass(frozen=True)
 class BlockStored(KVCacheEvent):
@@ -189,6 +191,9 @@ _CONTENT: dict[str, dict[str, Any]] = {
         "PromMetric": object,
         "PromMetricT": object,
     },
+    "vllm.v1": {},
+    "vllm.v1.core": {},
+    "vllm.v1.core.kv_cache_utils": {"maybe_convert_block_hash": lambda name: name},
     "vllm.distributed.parallel_state": {
         "get_tp_group": lambda: SimpleNamespace(rank_in_group=current.rank)
     },

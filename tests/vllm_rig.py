@@ -194,5 +194,6 @@ def options_of(dice: random.Random) -> dict[str, Any]:
         "load": "async" if depth == 2 or dice.random() < 0.6 else "sync",
         "save": dice.choice(("finish", "finish", "prompt")),
         "host_cache_bytes": dice.choice((64 << 10, 256 << 10, 1 << 20)),
+        "save_every_tokens": dice.choice((0, 0, 4, 16)),
         "min_load_tokens": dice.choice((0, 0, 8)),
     }

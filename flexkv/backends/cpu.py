@@ -141,7 +141,8 @@ class CpuBackend:
                 planes.append(plane)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise LayoutError(f"this is no handle of a cpu region: {error}") from error
-        return Region(tuple(planes), text["blocks"], owner=tuple(files))
+        layers = max((plane.layer for plane in planes), default=-1) + 1
+        return Region(tuple(planes), text["blocks"], layers, owner=tuple(files))
 
     async def copy(self, batch: BlockCopy) -> None:
         """Copy the batch; return when all bytes have landed.

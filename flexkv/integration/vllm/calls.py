@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv.integration.vllm.guard import Guard
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.metrics import FlexKVStats
 from flexkv.integration.vllm.scheduler import SchedulerSide
 from flexkv.integration.vllm.worker import WorkerSide
 from flexkv.telemetry import log
@@ -71,8 +72,8 @@ class Calls:
             self.worker.expect(news)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for loads that this step needs, at its first layer."""
-        self.worker.await_loads()
+        """See WorkerSide.await_layer."""
+        self.worker.await_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -133,8 +134,8 @@ class Calls:
         return self._scheduler is not None and self._scheduler.busy()
 
     def take_events(self) -> Iterable[Any]:
-        """None so far: events of host memory and disk are not published yet."""
-        return ()
+        """See SchedulerSide.take_events."""
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """See SchedulerSide.reset."""

@@ -16,7 +16,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv.integration.vllm.calls import Calls
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.metrics import FlexKVPromMetrics, FlexKVStats
 from flexkv.integration.vllm.options import Options
 
 
@@ -42,7 +43,20 @@ class FlexKVConnector(Calls, KVConnectorBase_V1):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FlexKVStats:
         """Make statistics of what travelled as plain data."""
-        return FlexKVStats(data=dict(data or {}))
+        stats = FlexKVStats()
+        stats.aggregate(FlexKVStats(data=data or {}))
+        return stats
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FlexKVPromMetrics:
+        """Register flexkv's metrics with vLLM's."""
+        return FlexKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """What stands between vLLM's scheduler and flexkv's: no failure of flexkv gets past `Guard`.
 
-`arrived`, `matched_tokens`, `allocated`, `news`, `outcome`, `finished`, `take_stats`, `reset`,
-`close`: the verbs of `SchedulerSide` - `bind` (vLLM's block pool) - `lost`.
+`arrived`, `matched_tokens`, `allocated`, `news`, `outcome`, `finished`, `take_events`,
+`take_stats`, `reset`, `close`: the verbs of `SchedulerSide` - `bind` (vLLM's block pool) - `lost`.
 
 It knows by itself which requests vLLM holds back for the sake of a load or save. Once flexkv has
 failed, or has owed an end for too long, it is lost: the workers are parted from, so that no byte
@@ -119,6 +119,10 @@ class Guard:
         owing = bool(self._loads or self._saves)
         return owing or self._try(self.side.busy, False)
 
+    def take_events(self) -> Iterable[Any]:
+        """See SchedulerSide.take_events."""
+        return self._try(self.side.take_events, ())
+
     def take_stats(self) -> Any:
         """See SchedulerSide.take_stats."""
         return self._try(self.side.take_stats, None)
@@ -181,7 +185,7 @@ class Guard:
             starts.append(self._silent_since)
         if starts and time.monotonic() - min(starts) > self._patience_s:
             self._lose(TimeoutError(f"it has not answered for {self._patience_s:.0f} s"))
-        elif failure := self.side.failure:
+        elif failure := self.kv.manager.failure:
             self._lose(failure)
 
     def _lose(self, error: BaseException) -> None:

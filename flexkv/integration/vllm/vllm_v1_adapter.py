@@ -14,14 +14,27 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from flexkv.errors import ConfigError
 from flexkv.integration.vllm.calls import Calls
 from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.options import Options
 
 
 class FlexKVConnectorV1Impl(Calls):
-    """Delegate of vLLM's built-in connector; answers every call that it forwards, and forks'."""
+    """Delegate of vLLM's built-in connector; answers every call that it forwards, and forks'.
+
+    Raises:
+        ConfigError: a setting needs a call that is not forwarded.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if Options.read(extra).save_every_tokens:
+            raise ConfigError(
+                "save_every_tokens needs a call before each step, which vLLM's FlexKVConnectorV1 "
+                'does not hand on; use "kv_connector_module_path": '
+                '"flexkv.integration.vllm.connector" instead'
+            )
         self.open_side(vllm_config, role, kv_cache_config)
 
     def _news(self) -> StepNews | None:
