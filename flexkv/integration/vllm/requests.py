@@ -22,6 +22,7 @@ class Work:
     request: str
     blocks: list[int]
     is_load: bool
+    step: int = 0  # whose begin lets its copies pass
     number: int = 0  # of a load that the workers wait for themselves
     silent: bool = False  # vLLM is not to be told: it does not wait
     failed: tuple[int, ...] = ()

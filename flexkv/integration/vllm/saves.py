@@ -36,6 +36,7 @@ class Saves:
     Args:
         size: tokens per block.
         start: begins the save of a request's first blocks.
+        drop: gives up on what has not begun of a save.
         prompt_only: leave out what is generated.
     """
 
@@ -44,10 +45,12 @@ class Saves:
         every_tokens: int,
         size: int,
         start: Callable[[Any, State, list[int]], Work],
+        drop: Callable[[Work], None],
         *,
         prompt_only: bool,
     ) -> None:
-        self._every, self._size, self._start = every_tokens, size, start
+        self._every, self._size = every_tokens, size
+        self._start, self._drop = start, drop
         self._prompt_only = prompt_only
         self._running: dict[str, _Running] = {}
         self._steps: deque[dict[str, int]] = deque()  # under way: tokens computed after them
@@ -66,7 +69,9 @@ class Saves:
         for name in output.preempted_req_ids or ():
             running = self._running.get(name)
             if running is not None:
-                withdrawn += (block for save in running.saves for block in save.blocks)
+                for save in running.saves:
+                    withdrawn += save.blocks
+                    self._drop(save)
                 running.blocks = []
                 self._forget_steps(name)
         for new in output.scheduled_new_reqs:

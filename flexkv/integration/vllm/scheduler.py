@@ -67,6 +67,7 @@ class SchedulerSide:
             0 if self._options.save == "none" else self._options.save_every_tokens,
             self._size,
             self._save,
+            self._drop,
             prompt_only=self._options.save == "prompt",
         )
         self._states: dict[str, State] = {}
@@ -133,8 +134,7 @@ class SchedulerSide:
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one.
-        self._server.stamps.give(load.blocks, self._step + 1, load.number)
+        load.step = self._step + 1  # the blocks may still be in use by the steps before
         self._pending += 1
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
@@ -186,7 +186,7 @@ class SchedulerSide:
         load = state.load
         if load is not None and not load.reported:
             if not load.number:  # vLLM waits for its end by itself
-                self.kv.post(self._cancel, load)
+                self._drop(load)
                 return False
             # A synchronous load is not cut short: vLLM may count its blocks as cached already.
             load.is_load = False
@@ -205,14 +205,19 @@ class SchedulerSide:
 
     def _save(self, request: Any, state: State, blocks: list[int]) -> Work:
         """Store a request's first blocks."""
-        save = Work(request.request_id, blocks, False)
-        self._server.stamps.give(blocks, self._step)
+        save = Work(request.request_id, blocks, False, self._step)
         self._pending += 1
         self._metrics.add("saves")
         tokens = state.read(request)[: len(blocks) * self._size]
         save.naming = self._events.naming(request, tokens, len(blocks))
         self.kv.post(self._put, save, tokens, state.namespace)
         return save
+
+    def _drop(self, work: Work) -> None:
+        """Start no more copies of it. Blocks are stamped on the manager's thread, in the order in
+        which work is posted: none of those that begin later carries the stamp of a new owner.
+        """
+        self.kv.post(self._cancel, work)
 
     def busy(self) -> bool:
         """Whether an end, or an event, is still to be reported."""
@@ -302,6 +307,7 @@ class SchedulerSide:
                 plan = manager.get_match(
                     tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
                 )
+            self._server.stamps.give(load.blocks, load.step, load.number)
             slots, wait_by_layer = self._slots(load.blocks), not self.asynchronous
             load.transfer = manager.launch(plan, slots, layerwise=wait_by_layer)
         except Exception as error:
@@ -315,6 +321,7 @@ class SchedulerSide:
 
     def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         try:
+            self._server.stamps.give(save.blocks, save.step)
             save.transfer = self.kv.manager.put_async(
                 tokens, self._slots(save.blocks), namespace=namespace
             )
