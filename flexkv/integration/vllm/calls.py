@@ -13,32 +13,36 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.parallel_state import get_tp_group
 
-from flexkv.integration.vllm.guard import Guard
+from flexkv.errors import ConfigError
+from flexkv.integration.vllm.geometry import minor_version
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats
+from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.scheduler import SchedulerSide
 from flexkv.integration.vllm.worker import WorkerSide
 from flexkv.telemetry import log
+
+_SYNC_SINCE = 28  # connectors get to know the block pool
 
 
 class Calls:
     """Hands vLLM's calls to the side that this process is: the scheduler's or a worker's."""
 
-    _scheduler: Guard | None = None
+    _scheduler: SchedulerSide | None = None
     _worker: WorkerSide | None = None
 
     def open_side(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Become the scheduler's side or a worker's, as `role` says."""
         if role == KVConnectorRole.SCHEDULER:
+            _refuse_sync(vllm_config)
             _prefer_recompute(vllm_config)
-            side = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
-            self._scheduler = Guard(side)
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, vllm.__version__)
 
     @property
-    def scheduler(self) -> Guard:
-        """The scheduler's side, behind its guard."""
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler's side."""
         assert self._scheduler is not None, "a worker's connector was asked as the scheduler's"
         return self._scheduler
 
@@ -125,10 +129,6 @@ class Calls:
         """See SchedulerSide.finished."""
         return self.scheduler.finished(request, block_ids), None
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """See Guard.bind."""
-        self.scheduler.bind(gpu_block_pool)
-
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to go on stepping for the sake of ends to be reported."""
         return self._scheduler is not None and self._scheduler.busy()
@@ -153,6 +153,24 @@ class Calls:
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+
+def _refuse_sync(vllm_config: Any) -> None:
+    """Refuse synchronous loads where vLLM could not take back what was computed from failed ones.
+
+    Raises:
+        ConfigError: vLLM is too old, or schedules a step before the outcome of the last is known.
+    """
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if Options.read(extra).load != "sync":
+        return
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        raise ConfigError(
+            'load "sync" needs each step to end before the next is scheduled: start vLLM with '
+            '--no-async-scheduling, or leave load at "async"'
+        )
+    if minor_version(vllm.__version__) < _SYNC_SINCE:
+        raise ConfigError(f'load "sync" needs vLLM 0.{_SYNC_SINCE} or newer; use "async"')
 
 
 def _prefer_recompute(vllm_config: Any) -> None:

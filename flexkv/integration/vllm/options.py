@@ -13,11 +13,9 @@ from typing import Any
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
-from flexkv.integration.vllm.geometry import Geometry, minor_version
+from flexkv.integration.vllm.geometry import Geometry
 from flexkv.ranks.wire import private_path
-from flexkv.telemetry import log
 
-_POOL_SINCE = 28  # connectors are handed vLLM's block pool, from here on
 _CHOICES = {"load": ("async", "sync"), "save": ("finish", "prompt", "none")}
 
 
@@ -72,28 +70,6 @@ class Options:
             return Path(self.socket)
         engine = str(vllm_config.kv_transfer_config.engine_id)
         return private_path(engine, os.environ.get("XDG_RUNTIME_DIR"))
-
-    def waits_in_step(self, vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
-        """Whether loads are synchronous: asked for, and safe with this engine.
-
-        Their blocks are in vLLM's prefix cache before they are there. When one does not come, the
-        step's outcome must be known before the next step is scheduled, and the prefix cache must be
-        in reach: not so with asynchronous scheduling, through vLLM's built-in class, and before
-        0.28.
-        """
-        if self.load == "async":
-            return False
-        reasons = {
-            "asynchronous scheduling": getattr(
-                vllm_config.scheduler_config, "async_scheduling", False
-            ),
-            "vLLM's built-in class": kv_cache_config is None,
-            f"vLLM {version}": minor_version(version) < _POOL_SINCE,
-        }
-        why = [reason for reason, met in reasons.items() if met]
-        if why:
-            log.warning("vllm.load", asked=self.load, used="async", because=", ".join(why))
-        return not why
 
     def manager_config(self, vllm_config: Any, geometry: Geometry, server: Any) -> FlexKVConfig:
         """Return the manager's configuration: what was set, completed from vLLM's.

@@ -36,7 +36,6 @@ class Saves:
     Args:
         size: tokens per block.
         start: begins the save of a request's first blocks.
-        drop: gives up on what has not begun of a save.
         prompt_only: leave out what is generated.
     """
 
@@ -45,12 +44,10 @@ class Saves:
         every_tokens: int,
         size: int,
         start: Callable[[Any, State, list[int]], Work],
-        drop: Callable[[Work], None],
         *,
         prompt_only: bool,
     ) -> None:
-        self._every, self._size = every_tokens, size
-        self._start, self._drop = start, drop
+        self._every, self._size, self._start = every_tokens, size, start
         self._prompt_only = prompt_only
         self._running: dict[str, _Running] = {}
         self._steps: deque[dict[str, int]] = deque()  # under way: tokens computed after them
@@ -69,9 +66,7 @@ class Saves:
         for name in output.preempted_req_ids or ():
             running = self._running.get(name)
             if running is not None:
-                for save in running.saves:
-                    withdrawn += save.blocks
-                    self._drop(save)
+                withdrawn += (block for save in running.saves for block in save.blocks)
                 running.blocks = []
                 self._forget_steps(name)
         for new in output.scheduled_new_reqs:
