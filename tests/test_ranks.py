@@ -45,7 +45,9 @@ def fill(caches: list[np.ndarray[Any, Any]], seed: int) -> None:
 
 
 @contextmanager
-def agent(path: Path, rank: int, ranks: int, caches: Any, **options: Any) -> Iterator[RankAgent]:
+def agent(
+    path: Path, rank: int, ranks: int, caches: Any, backend: Any = None, **options: Any
+) -> Iterator[RankAgent]:
     made = RankAgent(
         path,
         rank=rank,
@@ -56,6 +58,8 @@ def agent(path: Path, rank: int, ranks: int, caches: Any, **options: Any) -> Ite
         retry_ms=10,
         **options,
     )
+    if backend is not None:
+        made._backend_class = backend
     made.start()
     try:
         yield made

@@ -250,6 +250,28 @@ class Child:
         self.settle()
         return computed
 
+    def hang_manager(self, before_load: bool) -> None:
+        """Have the manager's loop hang from now on, or from the next load on."""
+        import threading
+
+        self.hung = threading.Event()
+        side = self.flexkv
+        if not before_load:
+            side.kv.post(self.hung.wait)
+            return
+        allocated = side.allocated
+
+        def hang(request: Any, blocks: Any, loading: int) -> None:
+            if loading and not self.hung.is_set():
+                side.kv.post(self.hung.wait)
+            allocated(request, blocks, loading)
+
+        side.allocated = hang
+
+    def release_manager(self) -> None:
+        """Let it go on."""
+        self.hung.set()
+
     def hold_layers(self) -> None:
         """Hold the later layers of a load back until the first one has been waited for."""
         import threading

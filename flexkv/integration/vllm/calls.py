@@ -34,7 +34,7 @@ class Calls:
     def open_side(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Become the scheduler's side or a worker's, as `role` says."""
         if role == KVConnectorRole.SCHEDULER:
-            _refuse_sync(vllm_config)
+            refuse_sync(vllm_config)
             _prefer_recompute(vllm_config)
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
         else:
@@ -155,7 +155,7 @@ class Calls:
             self._worker.close()
 
 
-def _refuse_sync(vllm_config: Any) -> None:
+def refuse_sync(vllm_config: Any) -> None:
     """Refuse synchronous loads where vLLM could not take back what was computed from failed ones.
 
     Raises:

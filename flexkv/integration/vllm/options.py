@@ -29,9 +29,10 @@ class Options:
     request that still runs whenever so many tokens are new; 0: only at its end. `socket`: where
     workers join (default: in a private directory). `axes`: letters of the KV tensors, for layouts
     that are not declared. `rank_timeout_ms`: how long a worker may be silent while it owes a copy.
-    `load_wait_ms`: how long a worker waits for a synchronous load before it is computed instead.
-    `min_load_tokens`: shorter hits are computed instead. `metrics_port`: where flexkv's own metrics
-    can be read on 127.0.0.1 (0: nowhere).
+    `match_timeout_ms`: how long the scheduler waits for an answer, `engine_wait_ms`: how long
+    a load or save may take, before they are given up and the engine computes. `min_load_tokens`:
+    shorter hits are computed instead. `metrics_port`: where flexkv's own metrics can be read on
+    127.0.0.1 (0: nowhere).
     """
 
     load: str = "async"
@@ -40,7 +41,8 @@ class Options:
     socket: str = ""
     axes: str = ""
     rank_timeout_ms: int = 1000
-    load_wait_ms: int = 30_000
+    match_timeout_ms: int = 1000
+    engine_wait_ms: int = 60_000
     min_load_tokens: int = 0
     metrics_port: int = 0
     settings: dict[str, Any] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from flexkv.integration.vllm.geometry import describe
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
+from flexkv.integration.vllm.overdue import Overdue
 from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
 from flexkv.integration.vllm.sync_loads import SyncLoads
@@ -30,6 +31,7 @@ from flexkv.telemetry import log
 _JOIN_S = 10.0
 _IDLE_S = 0.002
 _RESET_MS = 10_000
+_HANGS_S = 0.01  # to see whether a manager that did not answer does so again
 _WHOLE_ENDS = ("STOP", "LENGTH")  # reasons after which a request's blocks are complete
 
 
@@ -65,6 +67,8 @@ class SchedulerSide:
         )
         self._states: dict[str, State] = {}
         self._step = self._pending = 0
+        self._hangs = False  # the manager did not answer the last time
+        self._overdue = Overdue(self._options.engine_wait_ms / 1e3)
         self._awaiting_step = 0  # the one that the last load waits for
         self.sync_loads = SyncLoads(self._size)
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
@@ -100,11 +104,14 @@ class SchedulerSide:
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
+            wait_s = _HANGS_S if self._hangs else self._options.match_timeout_ms / 1e3
             try:
-                plan = self.kv.visit(self._carrier.match, state, computed)
-            except FlexKVError as error:
+                plan = self.kv.visit(self._carrier.match, state, computed, timeout_s=wait_s)
+            except (FlexKVError, TimeoutError) as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
+                self._hangs = isinstance(error, TimeoutError)
                 return 0, False
+            self._hangs = False
             state.asked, state.plan = question, plan
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
@@ -133,6 +140,7 @@ class SchedulerSide:
         state.known_tokens = computed + loading
         self._awaiting_step = self._step + 1
         self._pending += 1
+        self._overdue.add(load)
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
         self.kv.post(self._carrier.launch, load, plan, state.tokens, state.namespace, computed)
@@ -148,6 +156,10 @@ class SchedulerSide:
             if not self._carrier.done:
                 self._carrier.news.wait(_IDLE_S)
         withdrawn = self._saves.scheduled(output)
+        for late in self._overdue.take():
+            log.error("vllm.given_up", request=late.request, blocks=len(late.blocks))
+            withdrawn += late.blocks
+            self._carrier.done.append(late)
         awaited = self.sync_loads.take_awaited()
         news = StepNews(self._step, awaited=awaited, withdrawn=withdrawn)
         while self._carrier.done:
@@ -206,6 +218,7 @@ class SchedulerSide:
         """Store a request's first blocks."""
         save = Work(request.request_id, blocks, False, step=self._step)
         self._pending += 1
+        self._overdue.add(save)
         self._metrics.add("saves")
         tokens = state.read(request)[: len(blocks) * self._size]
         save.naming = self._events.naming(request, tokens, len(blocks))
@@ -251,6 +264,8 @@ class SchedulerSide:
 
     def _settle(self, work: Work) -> Work | None:
         """Book the end of a load or save; None if nobody is to be told."""
+        if work.reported:  # it was given up
+            return None
         self._pending -= 1
         work.reported = True
         self._metrics.count(work, self._size)

@@ -75,7 +75,7 @@ class WorkerSide:
         What attention has read of a load that fails later does no harm: vLLM looks at its failed
         blocks after the step, and drops what the step computed from them.
         """
-        timeout_s, agent = self._options.load_wait_ms / 1e3, self._agent
+        timeout_s, agent = self._options.engine_wait_ms / 1e3, self._agent
         coming = []
         for number, blocks in self._awaited:
             failed = None
