@@ -402,6 +402,9 @@ class FakeEngine:
             if not request.num_computed_tokens:
                 local = self._lookup(request)
                 external, asynchronous = self._ask(request, len(local) * self.size)
+                if external is None:
+                    skipped.append(queue.popleft())
+                    continue
                 computed = len(local) * self.size + external
             else:
                 computed = request.num_computed_tokens
@@ -433,12 +436,13 @@ class FakeEngine:
             (self.holding if request.blocks else self.waiting).appendleft(request)
         return synchronous
 
-    def _ask(self, request: Request, computed: int) -> tuple[int, bool]:
+    def _ask(self, request: Request, computed: int) -> tuple[int | None, bool]:
         external, asynchronous = self.connector.get_num_new_matched_tokens(request, computed)
         if self.dice.random() < 0.1:  # the question may be repeated
             again = self.connector.get_num_new_matched_tokens(request, computed)
-            assert again[0] >= 0
             external, asynchronous = again
+        if external is None:  # ask again in the next step
+            return None, False
         assert external % self.size == 0
         assert external or not asynchronous
         assert computed + external <= request.num_tokens - (not asynchronous)

@@ -37,7 +37,7 @@ class FlexKVConnector(Calls, KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """See SyncLoads.pool."""
-        self.scheduler.sync_loads.pool = gpu_block_pool
+        self.scheduler.side.sync_loads.pool = gpu_block_pool
 
     @property
     def requires_kv_delivery(self) -> bool:
