@@ -110,6 +110,10 @@ class Child:
 
         self.flexkv.kv.call(overwrite)
 
+    def break_manager(self) -> None:
+        """Let the manager crash."""
+        self.flexkv.kv.call(self.flexkv.kv.manager._host._break, RuntimeError("injected"))
+
     def fail_disk_reads(self, share: float) -> None:
         """Let a share of the blocks that are read from disk fail from now on."""
         import random

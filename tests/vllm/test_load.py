@@ -5,6 +5,7 @@ Whatever happens to the loads, every answer is that of an engine without flexkv.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ def test_failing_loads_aborts_and_preemptions_change_no_answer(
         assert metrics["vllm:num_preemptions"] > 0
         assert metrics["vllm:external_prefix_cache_hits"] > 0
         assert sum(engine.counters()["failed_blocks"].values()) > 0
+        # without a manager it is slower, and nothing else
+        engine.break_manager()
+        prompts, expected = asked
+        assert engine.generate(prompts=prompts[:8], tokens=ANSWER)["tokens"] == expected[:8]
+        assert engine.settle()
+        assert engine.reset_local()
 
 
 def test_a_failing_disk_changes_no_answer(tiny: Path, asked: Any, tmp_path: Path) -> None:
@@ -74,6 +81,8 @@ def test_a_failing_disk_changes_no_answer(tiny: Path, asked: Any, tmp_path: Path
         engine.fail_disk_reads(share=0.1)
         for seed in (11, 12, 13):
             churn(engine, asked, seed)
+        shutil.rmtree(tmp_path / "ssd")  # somebody cleans up
+        churn(engine, asked, 14)
         assert engine.metrics()["vllm:num_preemptions"] > 0
         counters = engine.counters()
         assert sum(counters["damaged_blocks"].values()) > 0
