@@ -47,7 +47,11 @@ def churn(engine: Any, asked: Any, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("how", "load"),
-    [(MODULE, "async"), (MODULE, "sync"), (BUILT_IN, "async")],
+    [
+        pytest.param(MODULE, "async", marks=pytest.mark.offline),
+        (MODULE, "sync"),
+        (BUILT_IN, "async"),
+    ],
     ids=["module-async", "module-sync", "built-in"],
 )
 def test_failing_loads_aborts_and_preemptions_change_no_answer(
