@@ -72,7 +72,7 @@ async def manager(
     path: Path, ranks: int, *, timeout_ms: int = 1000, **settings: Any
 ) -> AsyncIterator[tuple[KVManager, RankServer]]:
     server = RankServer(
-        path, ranks=ranks, share_bytes=SHARE.block_bytes, blocks=BLOCKS, timeout_ms=timeout_ms
+        path, shares=(SHARE.block_bytes,) * ranks, blocks=BLOCKS, timeout_ms=timeout_ms
     )
     config = FlexKVConfig.load(
         model="m",

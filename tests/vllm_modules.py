@@ -195,7 +195,8 @@ _CONTENT: dict[str, dict[str, Any]] = {
     "vllm.v1.core": {},
     "vllm.v1.core.kv_cache_utils": {"maybe_convert_block_hash": lambda name: name},
     "vllm.distributed.parallel_state": {
-        "get_tp_group": lambda: SimpleNamespace(rank_in_group=current.rank)
+        "get_tp_group": lambda: SimpleNamespace(rank_in_group=current.rank),
+        "get_pp_group": lambda: SimpleNamespace(rank_in_group=0),
     },
     "vllm.distributed.kv_events": {
         "KVCacheEvent": KVCacheEvent,

@@ -39,6 +39,10 @@ class Child:
         """The tokens of a text."""
         return list(self.llm.get_tokenizer().encode(text))
 
+    def groups(self) -> int:
+        """KV cache groups of the engine."""
+        return len(self.scheduler.kv_cache_config.kv_cache_groups)
+
     def generate(
         self, prompts: list[list[int]], tokens: int, salts: list[str | None] | None = None
     ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from flexkv.errors import ConfigError
 from flexkv.integration.vllm.geometry import minor_version
@@ -62,7 +62,8 @@ class Calls:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See WorkerSide.register."""
-        self.worker.register(kv_caches, int(get_tp_group().rank_in_group))
+        stage, tensor_rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        self.worker.register(kv_caches, int(stage), int(tensor_rank))
 
     def handle_preemptions(self, *arguments: Any) -> None:
         """Called before each step's forward pass; old versions give a set of requests instead."""
@@ -127,6 +128,12 @@ class Calls:
 
     def request_finished(
         self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerSide.finished."""
+        return self.scheduler.finished(request, (block_ids,)), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""
         return self.scheduler.finished(request, block_ids), None

@@ -1,7 +1,7 @@
 """What stands between vLLM's scheduler and flexkv's: no failure of flexkv gets past `Guard`.
 
-`arrived`, `matched_tokens`, `allocated`, `news`, `outcome`, `finished`, `busy`, `take_events`,
-`take_stats`, `reset`, `close`: the verbs of `SchedulerSide` - `lost`.
+`bind`, `arrived`, `matched_tokens`, `allocated`, `news`, `outcome`, `finished`, `busy`,
+`take_events`, `take_stats`, `reset`, `close`: the verbs of `SchedulerSide` - `lost`.
 
 It knows by itself which requests vLLM holds back for the sake of a load or save. When flexkv's side
 raises, or its manager breaks, it is lost: the workers are parted from, so that no byte can land any
@@ -38,6 +38,10 @@ class Guard:
         self._waits_for: set[int] = set()  # blocks of loads within the step being scheduled
         self._step = 0
 
+    def bind(self, pool: Any) -> None:
+        """See SchedulerSide.bind."""
+        self._try(self.side.bind, None, pool)
+
     def arrived(self, request: Any) -> None:
         """See SchedulerSide.arrived."""
         self._try(self.side.arrived, None, request)
@@ -52,9 +56,12 @@ class Guard:
         """See SchedulerSide.allocated."""
         computed, asynchronous = self._answers.pop(request.request_id, (0, False))
         if loading:
+            groups = blocks.get_block_ids()
             first = computed // self._size
-            ids = list(blocks.get_block_ids()[0][first : first + loading // self._size])
-            if asynchronous:
+            ids = list(groups[0][first : first + loading // self._size])
+            if len(groups) > 1:  # vLLM wants to hear of the request then
+                self._loads[request.request_id] = []
+            elif asynchronous:
                 self._loads[request.request_id] = ids
             else:
                 self._waits_for.update(ids)
@@ -70,6 +77,7 @@ class Guard:
             news = StepNews(self._step + 1)
             news.received, news.sent = set(self._loads), set(self._saves)
             news.failed = self._waits_for.union(*self._loads.values())
+            news.failed_requests = {name for name, ids in self._loads.items() if not ids}
         self._waits_for = set()
         self._step = news.step
         self._told(news.received, news.sent)

@@ -84,7 +84,7 @@ class Options:
         filled = {
             "model": str(model.model),
             "revision": ",".join(weights),
-            "rank": f"tp{geometry.ranks},pp1",
+            "rank": geometry.ranks_label,
             **self.settings,
             "spec": geometry.whole,
             "tokens_per_block": geometry.tokens_per_block,
@@ -92,9 +92,7 @@ class Options:
             "device_options": {"server": server},
         }
         config = FlexKVConfig.load(**filled)
-        parallel = vllm_config.parallel_config
-        if parallel.data_parallel_size > 1:  # a directory has one owner
-            replica = f"dp{parallel.data_parallel_rank}"
-            dirs = tuple(directory / replica for directory in config.disk_dirs)
+        if geometry.replica:  # a directory has one owner; the first replica's is the one named
+            dirs = tuple(directory / f"dp{geometry.replica}" for directory in config.disk_dirs)
             config = config.model_copy(update={"disk_dirs": dirs})
         return config
