@@ -21,7 +21,7 @@ from flexkv.testing.worlds.hardware import Hardware, Journal
 from flexkv.testing.worlds.story import Path
 
 if TYPE_CHECKING:
-    from flexkv.manager import KVManager
+    from flexkv import KVManager
 
 Key = tuple[int, int]
 
@@ -177,7 +177,9 @@ class Watch:
             known.update(discard.slots.tolist())
         filled = np.flatnonzero(table.sequences).tolist()
         if not known.issuperset(filled):
-            self._journal.accuse("outside", f"disk{sorted(set(filled) - known)} hold forgotten keys")
+            self._journal.accuse(
+                "outside", f"disk{sorted(set(filled) - known)} hold forgotten keys"
+            )
         ready = index.states(1, here) == READY
         wrong = table.filled(slots[ready])
         wrong &= (table.keys[slots[ready]] != index.keys(here[ready])).any(axis=1)
