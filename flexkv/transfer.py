@@ -1,8 +1,9 @@
 """Handles: what the manager's calls return, to listen to and to steer.
 
 `Plan` (a match that holds its blocks until launched or cancelled) - `Transfer` (work under way;
-awaiting it is only listening) - `GetResult`, `PutResult`. A transfer belongs to the manager, never
-to its caller: cancelling or timing out a listener touches no byte.
+awaiting it is only listening), `refused` (one that has failed) - `GetResult`, `PutResult`. A
+transfer belongs to the manager, never to its caller: cancelling or timing out a listener touches no
+byte.
 """
 
 from __future__ import annotations
@@ -72,9 +73,25 @@ class Plan:
     """A match: its blocks cannot be evicted until it is launched, cancelled, or its time is over.
 
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
+    `parts` says how many tokens of each group of layers that takes; those of a get end where it
+    ends. Most models have one group. `reach` counts the tokens from the first one on that are there
+    but for windows. `tag` is for the device backend, which finds it with every copy; the ranks
+    backend knows some.
     """
 
-    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "put")
+    __slots__ = (
+        "_cancel",
+        "blocks",
+        "keys",
+        "kind",
+        "matched",
+        "offset",
+        "open",
+        "parts",
+        "put",
+        "reach",
+        "tag",
+    )
 
     def __init__(
         self,
@@ -84,12 +101,16 @@ class Plan:
         matched: int,
         blocks: BlockIds,
         keys: KeyArray,
+        parts: tuple[int, ...],
+        reach: int,
         put: PutPlan | None = None,
         cancel: Callable[[Plan], None],
     ) -> None:
         self.kind, self.offset, self.matched = kind, offset, matched
-        self.blocks, self.keys, self.put = blocks, keys, put
+        self.blocks, self.keys, self.parts, self.put = blocks, keys, parts, put
+        self.reach = reach
         self.open = True
+        self.tag: Any = None
         self._cancel = cancel
 
     def cancel(self) -> None:
@@ -245,3 +266,23 @@ class Transfer:
     def __repr__(self) -> str:
         state = "done" if self.done else "running"
         return f"<Transfer {self.kind} matched={self.matched} {state}>"
+
+
+def refused(kind: Kind, error: Exception, clock: Callable[[], float]) -> Transfer:
+    """Return a transfer that has failed with `error` before it moved anything."""
+    transfer = Transfer(
+        kind,
+        0,
+        blocks=np.empty(0, np.uint32),
+        keys=np.empty((0, 2), np.uint64),
+        clock=clock,
+        cancel=lambda _: None,
+        durable=_fail_first,
+    )
+    transfer.fail(error)
+    transfer.quiesce()
+    return transfer
+
+
+async def _fail_first(transfer: Transfer) -> None:
+    raise AssertionError(f"{transfer!r} has failed: nobody asks how durable it is")

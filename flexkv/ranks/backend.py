@@ -65,14 +65,12 @@ class RanksBackend:
                 ) from error
             share = services.identity.spec.block_bytes // max(1, ranks)
             timeout_ms = int(settings.pop("timeout_ms", 1000))
-            server = RankServer(
-                path, ranks=ranks, share_bytes=share, blocks=blocks, timeout_ms=timeout_ms
-            )
+            server = RankServer(path, shares=(share,) * ranks, blocks=blocks, timeout_ms=timeout_ms)
         if settings:
             raise ConfigError(f"the ranks backend has no setting {sorted(settings)[0]!r}")
-        if server.ranks * server.share_bytes != services.identity.spec.block_bytes:
+        if sum(server.shares) != services.identity.spec.block_bytes:
             raise ConfigError(
-                f"{server.ranks} shares of {server.share_bytes} bytes are no block of "
+                f"shares of {server.shares} bytes are no block of "
                 f"{services.identity.spec.block_bytes}"
             )
         server.open(services.arena, inline_bytes)
@@ -87,7 +85,9 @@ class RanksBackend:
                 f"themselves; register that number here, not {blocks!r}"
             )
         assert self._services is not None
-        layers = self._services.identity.spec.layers // self._opened().ranks
+        server = self._opened()
+        alike = len(set(server.shares)) == 1  # else a range of layers means something else to each
+        layers = self._services.identity.spec.layers // server.ranks if alike else 0
         return Region((), blocks, layers)
 
     def export_region(self, region: Region) -> RegionHandle:
@@ -109,6 +109,9 @@ class RanksBackend:
     async def copy(self, batch: BlockCopy) -> None:
         """Have every rank copy its share; return when all bytes have landed.
 
+        The batch's tag is None, or the step of the engine that has to have begun and the number of
+        the load that workers wait for (0: they do not), see `Gate` and `Loads`.
+
         Raises:
             InputError: a block or slot does not exist, or the lists differ in length.
             TransferError: a rank is missing, died, stalled or failed.
@@ -125,7 +128,7 @@ class RanksBackend:
             )
         if not len(blocks):
             return
-        step, load = server.stamps.of(blocks)
+        step, load = batch.tag or (0, 0)
         packed = wire.ids_to_bytes(blocks), wire.ids_to_bytes(slots)
         move = wire.Move(0, step, batch.to_device, *packed, batch.layers, load)
         ticket = completions.ticket(server.ranks, keep=arena)

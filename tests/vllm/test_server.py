@@ -160,14 +160,14 @@ def test_what_flexkv_counts_is_among_the_servers_metrics(tiny: Path, tmp_path: P
         assert server.metric("vllm:flexkv_loads_total") == 0
         assert "# HELP vllm:flexkv_loads_total loads that vLLM asked for" in server.text()
         reuse(server)
-        server.ask(prompt(LONG), cache_salt="a")  # its steps carry what came behind the last ones
-        blocks = WHOLE // BLOCK
+        assert server.ask(prompt(LONG), cache_salt="a")[1] == WHOLE  # a second load
+        blocks = 2 * WHOLE // BLOCK
         expected = {
-            "vllm:flexkv_loads_total": 1,
-            "vllm:flexkv_asked_tokens_total": WHOLE,
-            "vllm:flexkv_loaded_tokens_total": WHOLE,
+            "vllm:flexkv_loads_total": 2,
+            "vllm:flexkv_asked_tokens_total": 2 * WHOLE,
+            "vllm:flexkv_loaded_tokens_total": 2 * WHOLE,
             "vllm:flexkv_failed_tokens_total": 0,
-            "vllm:flexkv_load_seconds_count": 1,
+            "vllm:flexkv_load_seconds_count": 2,
             "vllm:flexkv_tier_hit_blocks_total": blocks,
             "vllm:flexkv_loaded_blocks_total": blocks,
         }
@@ -186,7 +186,7 @@ def test_what_flexkv_counts_is_among_the_servers_metrics(tiny: Path, tmp_path: P
         # the manager's own collector, where the engine's core runs
         own = Server(port, server.process)
         assert own.metric("flexkv_loaded_blocks_total") == blocks
-        assert own.metric('flexkv_transfer_seconds_count{kind="get",part="exposed"}') == 1
+        assert own.metric('flexkv_transfer_seconds_count{kind="get",part="exposed"}') == 2
 
 
 def test_two_ranks_hold_one_block_together_and_a_stalled_one_harms_nobody(tiny: Path) -> None:

@@ -3,37 +3,38 @@
 `matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
 `take_stats` - `reset`, `close`.
 
-vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
-manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
-save that was started is reported exactly once, when none of its bytes can move any more.
+vLLM's thread only asks for matches, in between what the loop does; everything else is posted to the
+manager's loop thread, see `carrier`, and what becomes of it waits there for the next step. Each
+load and each save that was started is reported exactly once, when none of its bytes can move any
+more.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections import deque
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.carrier import Carrier
 from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
+from flexkv.integration.vllm.groups import GroupTable
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
+from flexkv.integration.vllm.overdue import Overdue
 from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
+from flexkv.integration.vllm.sync_loads import SyncLoads
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
-from flexkv.transfer import GetResult, Plan
 
 _JOIN_S = 10.0
 _IDLE_S = 0.002
 _RESET_MS = 10_000
+_HANGS_S = 0.01  # to see whether a manager that did not answer does so again
 _WHOLE_ENDS = ("STOP", "LENGTH")  # reasons after which a request's blocks are complete
 
 
@@ -45,14 +46,14 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, version: str) -> None:
-        transfer = vllm_config.kv_transfer_config
-        self._options = Options.read(transfer.kv_connector_extra_config)
+        self._options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
+        self._groups = GroupTable(geometry)
+        self._asynchronous = self._options.load == "async" or not self._groups.by_block
         self._server = RankServer(
             self._options.socket_path(vllm_config),
-            ranks=geometry.ranks,
-            share_bytes=geometry.share.block_bytes,
+            shares=[geometry.share(rank).block_bytes for rank in range(geometry.ranks)],
             blocks=geometry.blocks,
             timeout_ms=self._options.rank_timeout_ms,
         )
@@ -62,54 +63,72 @@ class SchedulerSide:
         self.kv.register(None)
         if not self._server.wait_ready(_JOIN_S):
             log.warning("vllm.workers_missing", ranks=geometry.ranks)
+        at_end = self._options.save == "none" or not self._groups.by_block
         self._saves = Saves(
-            0 if self._options.save == "none" else self._options.save_every_tokens,
+            0 if at_end else self._options.save_every_tokens,
             self._size,
             self._save,
             prompt_only=self._options.save == "prompt",
         )
         self._states: dict[str, State] = {}
-        self._step = 0
-        self._numbers = 0
-        self._pending = 0
-        self._awaited: list[tuple[int, list[int]]] = []
-        self._done: deque[Work] = deque()
-        self._news = threading.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._step = self._pending = 0
+        self._hangs = False  # the manager did not answer the last time
+        self._overdue = Overdue(self._options.engine_wait_ms / 1e3)
+        self._awaiting_step = 0  # the one that the last load waits for
+        self.sync_loads = SyncLoads(self._size)
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
+        self._carrier = Carrier(
+            self.kv.manager,
+            self._server,
+            self._groups,
+            self._events,
+            asynchronous=self._asynchronous,
+        )
 
     # --- vLLM's thread
+
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self.sync_loads.pool = pool
+        self._groups.bind(pool)
 
     def arrived(self, request: Any) -> None:
         """Take in a new request: its tokens become an array here, not when it is scheduled."""
         if serves(request):
             self._state(request).read(request)
 
-    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Return how many tokens behind `computed` can be loaded, and whether asynchronously."""
-        if computed % self._size or not self._server.ready or not serves(request):
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind `computed` can be loaded (None: ask in the next step), and
+        whether asynchronously.
+        """
+        if not serves(request):
             return 0, False
         state = self._state(request)
-        if state.load_failed:
-            # It is computed now. Were a load offered again, vLLM would count its blocks twice when
-            # it looks for room, and with little of that wait for ever.
+        state.read(request)
+        if self.sync_loads.concerns(state, computed):
+            return None, False
+        # After a failed load it is computed. Were one offered again, vLLM would count its blocks
+        # twice when it looks for room, and with little of that wait for ever.
+        if state.load_failed or computed % self._size or not self._server.ready:
             return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
-            tokens = state.read(request)
+            wait_s = _HANGS_S if self._hangs else self._options.match_timeout_ms / 1e3
             try:
-                plan = self.kv.visit(self._match, tokens, state.namespace, computed)
-            except FlexKVError as error:
+                plan = self.kv.visit(self._carrier.match, state, computed, timeout_s=wait_s)
+            except (FlexKVError, TimeoutError) as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
+                self._hangs = isinstance(error, TimeoutError)
                 return 0, False
-            state.asked = question
-            state.plan = plan
+            self._hangs = False
+            state.asked, state.plan = question, plan
+            self._groups.keep_window(request, state.junction_tokens)
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
-        return state.plan.matched, self._options.load == "async"
+        return state.plan.matched, self._asynchronous
 
     def allocated(self, request: Any, blocks: Any, loading: int) -> None:
         """Start the load of `loading` tokens into the request's blocks; 0: there is none."""
@@ -123,39 +142,48 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        load = Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
-        if self._options.load == "sync":
-            self._numbers += 1
-            load.number, load.silent = self._numbers, True
-            self._awaited.append((load.number, load.blocks))
+        held = blocks.get_block_ids()
+        parts = self._groups.to_load(held, first, last)
+        load = Work(request.request_id, list(chain.from_iterable(parts)), True, self._step + 1)
+        load.tokens, load.parts = loading, tuple(len(part) * self._size for part in parts)
+        if not self._asynchronous:
+            self.sync_loads.begin(load, state, computed, held[0])
+            self._server.last_load = load.number
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one.
-        self._server.stamps.give(load.blocks, self._step + 1, load.number)
+        self._awaiting_step = self._step + 1
         self._pending += 1
+        self._overdue.add(load)
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
-        self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
+        self.kv.post(self._carrier.launch, load, plan, state.tokens, state.namespace, computed)
 
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self.busy():
+        begins = self._awaiting_step == self._step
+        if not output.total_num_scheduled_tokens and self.busy() and not begins:
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
-            self._news.clear()
-            if not self._done:
-                self._news.wait(_IDLE_S)
+            self._carrier.news.clear()
+            if not self._carrier.done:
+                self._carrier.news.wait(_IDLE_S)
         withdrawn = self._saves.scheduled(output)
-        news = StepNews(self._step, awaited=self._awaited, withdrawn=withdrawn)
-        self._awaited = []
-        while self._done:
-            work = self._settle(self._done.popleft())
+        for late in self._overdue.take():
+            log.error("vllm.given_up", request=late.request, blocks=len(late.blocks))
+            withdrawn += late.blocks
+            self._carrier.done.append(late)
+        awaited = self.sync_loads.take_awaited()
+        news = StepNews(self._step, awaited=awaited, withdrawn=withdrawn)
+        while self._carrier.done:
+            work = self._settle(self._carrier.done.popleft())
             if work is None:
                 continue
             (news.received if work.is_load else news.sent).add(work.request)
-            if not work.number:  # of those the workers know by themselves
+            if work.failed and not self._groups.by_block:
+                news.failed_requests.add(work.request)
+            elif not work.number:  # of those the workers know by themselves
                 news.failed.update(work.failed)
         return news
 
@@ -164,27 +192,30 @@ class SchedulerSide:
 
         Failures go the other way, because vLLM has looked at failed blocks before it asks here.
         """
-        for work in list(self._done):
+        self.sync_loads.outcome(output.invalid_block_ids)
+        for work in list(self._carrier.done):
             if work.failed:
                 continue
-            self._done.remove(work)
+            self._carrier.done.remove(work)
             if self._settle(work) is None:
                 continue
             name = "finished_recving" if work.is_load else "finished_sending"
             setattr(output, name, {*(getattr(output, name) or ()), work.request})
         self._saves.computed()
 
-    def finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Forget a request; store its blocks. True: they stay in use until its end is reported."""
+    def finished(self, request: Any, block_ids: Sequence[list[int]]) -> bool:
+        """Forget a request; store its blocks, given by group. True: they stay in use until its end
+        is reported.
+        """
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
-        name, saves = request.request_id, list(self._saves.finished(request.request_id))
+        name, load = request.request_id, state.load
+        saves = list(self._saves.finished(name))
         self._drop_plan(state)
-        load = state.load
         if load is not None and not load.reported:
             if not load.number:  # vLLM waits for its end by itself
-                self.kv.post(self._cancel, load)
+                self.kv.post(load.cancel)
                 return False
             # A synchronous load is not cut short: vLLM may count its blocks as cached already.
             load.is_load = False
@@ -195,21 +226,25 @@ class SchedulerSide:
         usable = min(request.num_tokens - 1, request.num_computed_tokens)
         if self._options.save == "prompt":
             usable = min(usable, request.num_prompt_tokens)
-        count = min(usable // self._size, len(block_ids))
-        covered = max([state.known_tokens, *(len(save.blocks) * self._size for save in saves)])
+        count = self._groups.complete(block_ids, usable // self._size)
+        covered = max([state.known_tokens, *(save.tokens for save in saves)])
         if count * self._size > covered:
-            saves.append(self._save(request, state, list(block_ids[:count])))
+            saves.append(self._save(request, state, block_ids, count))
         return self._saves.wait_for(name, saves)
 
-    def _save(self, request: Any, state: State, blocks: list[int]) -> Work:
-        """Store a request's first blocks."""
-        save = Work(request.request_id, blocks, False)
-        self._server.stamps.give(blocks, self._step)
+    def _save(self, request: Any, state: State, block_ids: Sequence[list[int]], count: int) -> Work:
+        """Store a request's first `count` blocks, given by group."""
+        # of windows, those before places where the next request may part from this one
+        ends = request.num_prompt_tokens, request.num_prompt_tokens - 1, state.junction_tokens
+        found = self._groups.to_save(request, block_ids, count, ends)
+        save = Work(request.request_id, found.blocks, False, self._step, count * self._size)
+        save.held, save.kept = found.held, found.kept
         self._pending += 1
+        self._overdue.add(save)
         self._metrics.add("saves")
-        tokens = state.read(request)[: len(blocks) * self._size]
-        save.naming = self._events.naming(request, tokens, len(blocks))
-        self.kv.post(self._put, save, tokens, state.namespace)
+        tokens = state.read(request)[: save.tokens]
+        save.naming = self._events.naming(request, tokens, count)
+        self.kv.post(self._carrier.put, save, tokens, state.namespace)
         return save
 
     def busy(self) -> bool:
@@ -251,8 +286,11 @@ class SchedulerSide:
 
     def _settle(self, work: Work) -> Work | None:
         """Book the end of a load or save; None if nobody is to be told."""
+        if work.reported:  # it was given up
+            return None
         self._pending -= 1
         work.reported = True
+        self._groups.give_back(work.kept)
         self._metrics.count(work, self._size)
         if not work.is_load:
             return work if self._saves.over(work) else None
@@ -261,95 +299,3 @@ class SchedulerSide:
             if state is not None:
                 state.known_tokens, state.load_failed = 0, True
         return None if work.silent else work
-
-    # --- the manager's thread
-
-    def _match(
-        self, tokens: NDArray[np.int32], namespace: tuple[str, ...], computed: int
-    ) -> Plan | None:
-        leave = 0 if self._options.load == "async" else 1
-        plan = self.kv.manager.get_match(
-            tokens, namespace=namespace, computed_tokens=computed, leave_tokens=leave
-        )
-        if plan.matched:
-            return plan
-        plan.cancel()
-        return None
-
-    def _slots(self, blocks: list[int]) -> NDArray[np.int64]:
-        starts = np.asarray(blocks, np.int64) * self._size
-        return (starts[:, None] + np.arange(self._size)).reshape(-1)
-
-    def _launch(
-        self,
-        load: Work,
-        plan: Plan | None,
-        tokens: NDArray[np.int32],
-        namespace: tuple[str, ...],
-        computed: int,
-    ) -> None:
-        wanted = len(load.blocks) * self._size
-        manager = self.kv.manager
-        try:
-            if plan is None or not plan.open or plan.matched != wanted:
-                if plan is not None:
-                    plan.cancel()
-                plan = manager.get_match(
-                    tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
-                )
-            layerwise = self._options.load == "sync"
-            slots = self._slots(load.blocks)
-            load.transfer = manager.launch(plan, slots, layerwise=layerwise)
-            self._events.learn(plan.keys, load.naming, computed // self._size)
-        except FlexKVError as error:
-            log.warning("vllm.load_failed", request=load.request, error=repr(error))
-            self._report(load, tuple(load.blocks))
-            return
-        self._watch(load)
-
-    def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
-        try:
-            save.transfer = self.kv.manager.put_async(
-                tokens, self._slots(save.blocks), namespace=namespace
-            )
-            self._events.learn(save.transfer.keys, save.naming)
-        except FlexKVError as error:
-            log.warning("vllm.save_failed", request=save.request, error=repr(error))
-            self._report(save)
-            return
-        self._watch(save)
-
-    def _cancel(self, work: Work) -> None:
-        if work.transfer is not None:
-            work.transfer.cancel()
-
-    def _watch(self, work: Work) -> None:
-        task = asyncio.get_running_loop().create_task(self._wait_for(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _wait_for(self, work: Work) -> None:
-        transfer = work.transfer
-        assert transfer is not None
-        await transfer.quiesced()
-        try:
-            result = transfer.result()
-        except FlexKVError as error:
-            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
-        else:
-            work.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
-            work.elapsed_s = result.elapsed_ms / 1e3
-        rest = tuple(work.blocks[work.moved_tokens // self._size :])
-        if work.is_load:
-            self._report(work, rest)
-            return
-        settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
-        self._report(work)
-        await settled
-
-    def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
-        work.failed = failed
-        if work.number:
-            self._server.tell_loaded(work.number, failed)
-        self._done.append(work)
-        self._news.set()
