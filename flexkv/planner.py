@@ -102,7 +102,7 @@ class Planner:
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
         if np.count_nonzero(in_host) == count:
-            if device_blocks is None:
+            if device_blocks is None or count == 0:
                 graph = TransferGraph((), blocks, keys, in_host, goal, priority)
                 return GetPlan(graph, None, by_tier)
             source = Span(HOST, self.index.slots(self.host.number, blocks))

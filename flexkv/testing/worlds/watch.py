@@ -21,7 +21,7 @@ from flexkv.testing.worlds.hardware import Hardware, Journal
 from flexkv.testing.worlds.story import Path
 
 if TYPE_CHECKING:
-    from flexkv.manager import KVManager
+    from flexkv import KVManager
 
 Key = tuple[int, int]
 
