@@ -2,14 +2,16 @@
 process.
 
 `DiskBackend` (a StorageBackend with slot addressing): `open`, `read`, `write`, `discard`,
-`aclose`. A write clears the slot's old record, moves the data, and only then writes the new
+`locate`, `aclose`. A write clears the slot's old record, moves the data, and only then writes the new
 record; a read is verified before it is said to have landed. There is no fsync on the way:
 checksums, bound to the key, decide what survived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import anyio
@@ -25,7 +27,7 @@ from flexkv.backends.disk.recovery import Report, Store, open_patiently
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.errors import ClosedError, ConfigError, InputError
 from flexkv.model import PAGE_BYTES, BoolArray, IOStatus, SlotIds, Statuses
-from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Recovered, Services
+from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Extents, Recovered, Services
 from flexkv.telemetry import log
 
 _MAX_CHUNKS = 64  # of all batches together; more wait their turn
@@ -200,7 +202,7 @@ class DiskBackend:
         if scope.cancelled_caught:
             log.error("disk.stuck", timeout_s=_CLOSE_TIMEOUT_S)
         elif store is not None:
-            await anyio.to_thread.run_sync(_close, store, limiter=anyio.CapacityLimiter(1))
+            await anyio.to_thread.run_sync(store.close, limiter=anyio.CapacityLimiter(1))
 
     def _tell(self) -> None:
         """Say once how the tier works and what was found."""
@@ -252,6 +254,24 @@ class DiskBackend:
         async with anyio.create_task_group() as group:
             for _ in range(min(self._settings.chunks_in_flight, -(-len(positions) // per_chunk))):
                 group.start_soon(worker)
+
+    @contextmanager
+    def locate(self, batch: BlockIO) -> Iterator[BlockIO]:
+        """Lend the batch with the places of its blocks, for devices that read files themselves."""
+        slots = self._enter(batch)
+        try:
+            directories, local = self._geometry.locate(slots)
+            extents = Extents(
+                self._table.holds(slots, batch.keys),
+                self._data_fds[directories],
+                local * np.uint64(self._stride_bytes),
+                self._table.checksums[slots],
+                self._stride_bytes,
+                self._geometry.block_bytes,
+            )
+            yield replace(batch, extents=extents)
+        finally:
+            self._leave()
 
     def moves(self, write: bool, slots: SlotIds, host_slots: SlotIds) -> Moves:
         """What the engine has to do to move store `slots` from or to arena `host_slots`."""
@@ -336,11 +356,3 @@ def _pick(batch: BlockIO, part: Positions) -> tuple[SlotIds, SlotIds]:
     slots = np.ascontiguousarray(batch.store_slots[part], np.uint32)
     return slots, np.ascontiguousarray(batch.host_slots[part], np.uint32)
 
-
-def _close(store: Store) -> None:
-    for directory in store.directories:
-        try:
-            directory.sync()
-        except OSError as error:  # what did not get there fails its checksum when it is read
-            log.warning("disk.sync_failed", directory=str(directory.path), error=str(error))
-    store.release()

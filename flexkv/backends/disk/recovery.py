@@ -72,6 +72,15 @@ class Store:
         for directory in self.directories:
             directory.release()
 
+    def close(self) -> None:
+        """Push what was written to the devices, then `release`."""
+        for directory in self.directories:
+            try:
+                directory.sync()
+            except OSError as error:  # what did not get there fails its checksum when it is read
+                log.warning("disk.sync_failed", directory=str(directory.path), error=str(error))
+        self.release()
+
 
 def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
     """Open or make the store of `slots` slots in the directories of `settings`.
