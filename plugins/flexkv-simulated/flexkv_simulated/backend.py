@@ -84,7 +84,8 @@ class SimulatedBackend(CopyingDevice):
         super().__init__()
         self._streams: dict[Kind, itertools.cycle[int]] = {}
         self._watched: dict[Ticket, tuple[int, int]] = {}
-        self._looking = False
+        self._looking = self._host_tensors = False
+        self._exports = True
 
     @classmethod
     def probe(cls) -> Sequence[DeviceInfo]:

@@ -151,6 +151,10 @@ class Device:
         """Do what `query` does, but block up to `timeout_ms` for the work."""
         return -int(lib.sim_synchronize(self._native, stream, number, timeout_ms))
 
+    def pause(self, paused: bool = True) -> None:
+        """Let the engines take no more work, or (False) go on."""
+        lib.sim_pause(self._native, int(paused))
+
     @property
     def error(self) -> int:
         """The sticky error, 0 while there is none."""

@@ -189,7 +189,7 @@ static void *serve_all(void *argument) {
   prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
   pthread_mutex_lock(&device->lock);
   while (!device->closing) {
-    work *item = device->error ? NULL : take(device, self->kind);
+    work *item = device->error || device->paused ? NULL : take(device, self->kind);
     if (item)
       serve(self, item);
     else
@@ -285,6 +285,13 @@ void sim_close(sim_device *device) {
   pthread_cond_destroy(&device->changed);
   pthread_mutex_destroy(&device->lock);
   free(device);
+}
+
+void sim_pause(sim_device *device, int paused) {
+  pthread_mutex_lock(&device->lock);
+  device->paused = paused;
+  pthread_cond_broadcast(&device->changed);
+  pthread_mutex_unlock(&device->lock);
 }
 
 int sim_stream_open(sim_device *device) {

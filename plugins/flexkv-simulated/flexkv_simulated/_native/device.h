@@ -34,7 +34,7 @@ struct sim_device {
   sim_model model;
   sim_calls calls;
   pid_t process;
-  int closing, error;
+  int closing, error, paused;
   uint64_t random;
   stream streams[MAX_STREAMS];
   uint32_t n_streams, turn; /* turn: the stream that is asked first */

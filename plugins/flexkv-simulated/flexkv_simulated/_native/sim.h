@@ -82,6 +82,7 @@ int64_t sim_wait(sim_device *device, uint32_t stream, uint32_t other, uint64_t n
 int sim_query(sim_device *device, uint32_t stream, uint64_t number);
 /* The same, but wait for it, up to `timeout_ms`. */
 int sim_synchronize(sim_device *device, uint32_t stream, uint64_t number, uint32_t timeout_ms);
+void sim_pause(sim_device *device, int paused); /* whether engines take no more work */
 int sim_error(sim_device *device);  /* the sticky error, or 0 */
 void sim_reset(sim_device *device); /* drop everything, wait for the engines, forget a sticky error */
 
