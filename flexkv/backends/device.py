@@ -159,6 +159,7 @@ class CopyingDevice:
             self.start(job, ticket)
         except BaseException:
             completions.fail(ticket, errno.ECANCELED)
+            await self.settled(ticket)
             raise
         done = await self.settled(ticket)
         if done.failed:
