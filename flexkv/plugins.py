@@ -2,7 +2,8 @@
 
 `available` (name -> distributions, importing nothing) - `plugins` (also duplicates) - `load`
 (the object, checked) - `register` (for tests and embedded use) - `refresh` (forget the scan after
-packages changed). Groups: `BACKENDS`, `POLICIES`, `CODECS`; built-ins use the same entry points.
+packages changed). Groups: `BACKENDS`, `POLICIES`, `CODECS`, and `HARNESSES` (how the conformance
+kit gets at the memory of a plug-in of that name); built-ins use the same entry points.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flexkv.protocols import API_VERSION
 BACKENDS = "flexkv.backends"
 POLICIES = "flexkv.policies"
 CODECS = "flexkv.codecs"
+HARNESSES = "flexkv.harnesses"
 _VERBS = {  # what the doors of protocols.py ask for, by group: any of the sets is enough
     BACKENDS: (
         ("probe", "open", "make_region", "copy", "aclose"),
@@ -26,6 +28,7 @@ _VERBS = {  # what the doors of protocols.py ask for, by group: any of the sets 
     ),
     POLICIES: (("open", "inserted", "touched", "removed", "victims"),),
     CODECS: (("encoded_bytes", "encode", "decode"),),
+    HARNESSES: (("make", "settings"),),
 }
 _REGISTERED = "registered in this process"
 

@@ -307,13 +307,23 @@ class EvictionPolicy(Protocol):
 
 @runtime_checkable
 class Codec(Protocol):
-    """Encodes batches of blocks for a tier; `lossy` codecs are tagged and part of the identity."""
+    """Encodes batches of blocks for a tier; `lossy` codecs are tagged and part of the identity.
+
+    Decoded blocks have shape [blocks, spec.block_bytes], encoded ones [blocks,
+    encoded_bytes(spec)]; rows are contiguous, the blocks of a batch are independent of each other.
+    """
 
     flexkv_api: ClassVar[int]
     lossy: ClassVar[bool]
 
-    def encoded_bytes(self, spec: KVSpec) -> int: ...
+    def encoded_bytes(self, spec: KVSpec) -> int:
+        """Bytes of one encoded block, scales included. Depends on `spec` alone."""
+        ...
 
-    def encode(self, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None: ...
+    def encode(self, spec: KVSpec, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
+        """Fill every byte of `target`; the same block always gives the same bytes."""
+        ...
 
-    def decode(self, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None: ...
+    def decode(self, spec: KVSpec, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
+        """Fill `target`: with the bytes that were encoded, unless the codec is lossy."""
+        ...

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from held_crew import held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
+from flexkv.testing.held_crew import held
 
 # XXH3-64 of fixed bytes under fixed keys: what is on disk must verify for ever.
 GOLDEN = [0x66F5345E8FFF678D, 0x63F341FE573E1571, 0x27E0763F00D1EEEC]

@@ -13,7 +13,6 @@ from typing import Any
 import kv_layouts
 import numpy as np
 import pytest
-from held_crew import held
 from loop_matrix import LOOPS, run_on
 from numpy.typing import NDArray
 
@@ -24,6 +23,7 @@ from flexkv.errors import ClosedError, ConfigError, InputError, LayoutError, Tra
 from flexkv.memory import Arena
 from flexkv.model import NO_SLOT, Identity, KVSpec, LayerGroup
 from flexkv.protocols import BlockCopy, DeviceBackend, Region, Services
+from flexkv.testing.held_crew import held
 
 SENTINEL = 0xA5
 

@@ -197,6 +197,7 @@ class DiskBackend:
         with anyio.move_on_after(_CLOSE_TIMEOUT_S) as scope:
             if self._batches:
                 await self._idle.wait()
+            await self._crew.idle()
             await self.engine.aclose()
         store, self._store = self._store, None
         if scope.cancelled_caught:

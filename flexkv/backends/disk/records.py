@@ -1,6 +1,6 @@
 """Slot records on their way to disk, and other work for the crew: nothing here blocks the loop.
 
-`Crew`: `begin_checksums` (XXH3-64 of arena blocks, bound to their keys), `write_records` -
+`Crew`: `begin_checksums` (XXH3-64 of arena blocks, bound to their keys), `write_records`, `idle` -
 `RecordFiles`: `write` and `clear` the records of slots - `make_rows` (what is to be written).
 """
 
@@ -53,13 +53,25 @@ class Crew:
         self._arena = arena
         self._block_bytes = block_bytes
         self._limiter = anyio.CapacityLimiter(1)
+        self._out: list[Ticket] = []
+
+    def _take_ticket(self, keep: object) -> Ticket:
+        ticket = self._completions.ticket(keep=keep)
+        self._out = [other for other in self._out if other.done is None]
+        self._out.append(ticket)
+        return ticket
+
+    async def idle(self) -> None:
+        """Wait until no thread works for us, also for those who went away: files may be closed."""
+        for ticket in self._out:
+            await ticket
 
     def begin_checksums(self, slots: SlotIds, keys: KeyArray) -> Checksums:
         """Start the checksums of arena `slots`, each seeded by its key."""
         sums = np.zeros(len(slots), np.uint64)
         slots = np.ascontiguousarray(slots, np.uint32)
         job = Checksums(None, slots, np.ascontiguousarray(keys, np.uint64), sums, self)
-        ticket = self._completions.ticket(keep=(job, self._arena))
+        ticket = self._take_ticket((job, self._arena))
         queued = lib.fx_crew_checksum(
             self._completions.crew,
             self._arena.base,
@@ -103,7 +115,7 @@ class Crew:
             pointer("fx_record", records),
             pointer("int32_t", results),
         )
-        ticket = self._completions.ticket(keep=results)
+        ticket = self._take_ticket(results)
         queued = lib.fx_crew_write_records(self._completions.crew, *arguments, ticket.number)
         if queued < 0:
             self._completions.fail(ticket, -queued)
