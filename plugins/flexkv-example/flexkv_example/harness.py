@@ -1,11 +1,17 @@
-"""What the conformance kit must know about the store: its settings, and a back door to its files."""
+"""What the conformance kit must know: what the device does not offer, a back door to the store."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from flexkv.testing import StorageHarness
+from flexkv.testing import DeviceHarness, StorageHarness
 from flexkv_example.store import HEAD
+
+
+class ThreadHarness(DeviceHarness):
+    """Memory of other processes is out of reach."""
+
+    exportable = False
 
 
 class FolderHarness(StorageHarness):

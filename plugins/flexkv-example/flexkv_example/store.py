@@ -8,11 +8,15 @@ from pathlib import Path
 import anyio.to_thread
 import numpy as np
 
-from flexkv.errors import ConfigError
+from flexkv.errors import ClosedError, ConfigError, InputError
 from flexkv.model import DAMAGED, FAILED, LANDED, MISSING
 from flexkv.protocols import DeviceInfo, Recovered
 
 HEAD = np.dtype([("key", "<u8", 2), ("parent", "<u8", 2), ("depth", "<u4"), ("sum", "V16")])
+
+
+# what every store is given; of these only `directories` means something here
+COMMON = {"directories", "engine", "queue_depth", "in_flight_bytes", "threads", "on_mismatch"}
 
 
 class FolderStore:
@@ -21,6 +25,7 @@ class FolderStore:
     flexkv_api = 1
     addressing = "slot"
     alignment_bytes = 1
+    folder = None
 
     @classmethod
     def probe(cls):
@@ -28,13 +33,15 @@ class FolderStore:
 
     async def open(self, services):
         """Open the folder; return what is in it."""
-        if not services.settings.get("directories"):
-            raise ConfigError("the example store needs `directories`")
+        if not services.settings.get("directories") or set(services.settings) - COMMON:
+            raise ConfigError(f"the example store takes `directories`, not {services.settings}")
+        self.capacity = services.capacity_blocks
         self.folder = Path(services.settings["directories"][0], services.identity.digest().hex())
         self.folder.mkdir(parents=True, exist_ok=True)
         self.arena, self.size = services.arena, services.identity.spec.block_bytes
         found = {int(path.name): path.read_bytes() for path in self.folder.iterdir()}
-        found = {slot: data for slot, data in found.items() if len(data) == HEAD.itemsize + self.size}
+        whole = HEAD.itemsize + self.size
+        found = {slot: data for slot, data in found.items() if len(data) == whole}
         if not found:
             return None
         heads = np.array([np.frombuffer(data, HEAD, 1)[0] for data in found.values()], HEAD)
@@ -52,15 +59,21 @@ class FolderStore:
         return await self._each(batch, self._discard)
 
     async def aclose(self):
-        pass
+        self.folder = None
 
     async def _each(self, batch, verb):
         """Do `verb` for every block, in a thread: the event loop must not wait for files."""
 
+        folder = self.folder
+        if folder is None:
+            raise ClosedError("the example store is not open")
+        if len(batch) and batch.store_slots.max() >= self.capacity:
+            raise InputError(f"slot {batch.store_slots.max()}: there are {self.capacity}")
+
         def work():
             for i in range(len(batch)):
                 try:
-                    statuses[i] = verb(batch, i, self.folder / str(batch.store_slots[i]))
+                    statuses[i] = verb(batch, i, folder / str(batch.store_slots[i]))
                 except FileNotFoundError:
                     statuses[i] = MISSING
                 except OSError:  # what is not told to be LANDED is not used
