@@ -258,7 +258,7 @@ class PolicyHarness(Harness):
 class CodecHarness(Harness):
     """A codec. `max_error` is what a lossy one may lose, in units of a block's largest value."""
 
-    dtypes: Sequence[str] = ("bfloat16", "float16", "float32")
+    dtypes: Sequence[str] = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8")
     max_error: float = 0.05
 
     def make(self) -> Codec:
