@@ -101,7 +101,7 @@ class FakeRemote(FaultyStorage):
 
 
 class FaultyDevice(device_backend()):  # type: ignore[misc]
-    """The chosen device, of which copies fail: the next `failures` of those to (or from) the device."""
+    """The chosen device, of which copies fail: the next `failures` of those to (or from) it."""
 
     failures = 0
     to_device = True

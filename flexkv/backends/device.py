@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from flexkv._core import ffi
 from flexkv.backends import layout
@@ -23,6 +23,7 @@ from flexkv.protocols import API_VERSION, BlockCopy, DeviceInfo, Region, RegionH
 if TYPE_CHECKING:
     from flexkv._core import CData
 
+Arguments: TypeAlias = "tuple[CData, int, int, int, CData, CData, int, int]"
 _REGIONS_KEPT = 16  # engines register once; regions of old ones are forgotten
 
 
@@ -47,13 +48,17 @@ class Job:
         """Bytes to move."""
         return self.block_bytes * len(self.device_blocks)
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> Arguments:
         """The batch as fx_copy_blocks and fx_crew_copy take it."""
         return (
-            *(self.planes, self.n_planes, self.host_base, self.host_stride_bytes),
+            self.planes,
+            self.n_planes,
+            self.host_base,
+            self.host_stride_bytes,
             ffi.from_buffer("uint32_t[]", self.host_slots),
             ffi.from_buffer("uint32_t[]", self.device_blocks),
-            *(len(self.device_blocks), int(self.to_device)),
+            len(self.device_blocks),
+            int(self.to_device),
         )
 
 

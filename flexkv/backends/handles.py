@@ -61,9 +61,7 @@ def export_region(
     return RegionHandle(json.dumps(text).encode(), tuple(fds.values()))
 
 
-def import_region(
-    handle: RegionHandle, device: str, map_file: Callable[[int], Mapped]
-) -> Region:
+def import_region(handle: RegionHandle, device: str, map_file: Callable[[int], Mapped]) -> Region:
     """Map the region of another process; the handle's descriptors may be closed afterwards.
 
     Raises:

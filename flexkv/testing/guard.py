@@ -87,6 +87,9 @@ def on_loop(
                 except Unsupported as reason:
                     pytest.skip(str(reason))
                 except BaseExceptionGroup as several:
+                    lacking, rest = several.split(Unsupported)
+                    if lacking is not None and rest is None:
+                        pytest.skip(str(_first(lacking)))
                     told, _ = several.split(ContractError)
                     if told is None:
                         raise

@@ -2,8 +2,8 @@
 process.
 
 `DiskBackend` (a StorageBackend with slot addressing): `open`, `read`, `write`, `discard`,
-`locate`, `aclose`. A write clears the slot's old record, moves the data, and only then writes the new
-record; a read is verified before it is said to have landed. There is no fsync on the way:
+`locate`, `aclose`. A write clears the slot's old record, moves the data, and only then writes the
+new record; a read is verified before it is said to have landed. There is no fsync on the way:
 checksums, bound to the key, decide what survived.
 """
 
@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from flexkv._core import lib
 from flexkv.backends.disk import engines
-from flexkv.backends.disk.engines import Engine, Moves
+from flexkv.backends.disk.engines import Engine
+from flexkv.backends.disk.places import Places
 from flexkv.backends.disk.records import Crew, RecordFiles, make_rows
 from flexkv.backends.disk.recovery import Report, Store, open_patiently
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.errors import ClosedError, ConfigError, InputError
 from flexkv.model import PAGE_BYTES, BoolArray, IOStatus, SlotIds, Statuses
-from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Extents, Recovered, Services
+from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Recovered, Services
 from flexkv.telemetry import log
 
 _MAX_CHUNKS = 64  # of all batches together; more wait their turn
@@ -100,7 +101,7 @@ class DiskBackend:
         self._settings = settings
         self._geometry = store.geometry
         self._stride_bytes = store.geometry.stride_bytes
-        self._data_fds = np.array([d.data_fd for d in store.directories], np.int32)
+        self.places = Places(store)
         self._crew = Crew(services.completions, services.arena, spec.block_bytes)
         self.records = RecordFiles(store, self._crew)
         self._table = store.table
@@ -261,31 +262,16 @@ class DiskBackend:
         """Lend the batch with the places of its blocks, for devices that read files themselves."""
         slots = self._enter(batch)
         try:
-            directories, local = self._geometry.locate(slots)
-            extents = Extents(
-                self._table.holds(slots, batch.keys),
-                self._data_fds[directories],
-                local * np.uint64(self._stride_bytes),
-                self._table.checksums[slots],
-                self._stride_bytes,
-                self._geometry.block_bytes,
-            )
-            yield replace(batch, extents=extents)
+            yield replace(batch, extents=self.places.extents(slots, batch.keys))
         finally:
             self._leave()
-
-    def moves(self, write: bool, slots: SlotIds, host_slots: SlotIds) -> Moves:
-        """What the engine has to do to move store `slots` from or to arena `host_slots`."""
-        directories, local = self._geometry.locate(slots)
-        offsets = local * np.uint64(self._stride_bytes)
-        return Moves(write, self._data_fds[directories], offsets, host_slots, self._stride_bytes)
 
     async def _read(self, batch: BlockIO, part: Positions) -> Statuses:
         slots, host_slots = _pick(batch, part)
         keys = batch.keys[part]
         expected = self._table.checksums[slots]
         sequences = self._table.sequences[slots]
-        moved = await self.engine.transfer(self.moves(False, slots, host_slots))
+        moved = await self.engine.transfer(self.places.moves(False, slots, host_slots))
         landed = moved == self._stride_bytes
         statuses = np.where(landed, IOStatus.LANDED, IOStatus.FAILED).astype(np.uint8)
         if not landed.any():
@@ -314,7 +300,7 @@ class DiskBackend:
         if not len(part):
             return statuses
         checksums = self._crew.begin_checksums(host_slots, keys)  # while the data is on its way
-        moved = await self.engine.transfer(self.moves(True, slots, host_slots))
+        moved = await self.engine.transfer(self.places.moves(True, slots, host_slots))
         sums = await checksums.result()
         landed = moved == self._stride_bytes
         if not landed.any():
@@ -356,4 +342,3 @@ class DiskBackend:
 def _pick(batch: BlockIO, part: Positions) -> tuple[SlotIds, SlotIds]:
     slots = np.ascontiguousarray(batch.store_slots[part], np.uint32)
     return slots, np.ascontiguousarray(batch.host_slots[part], np.uint32)
-

@@ -31,7 +31,6 @@ from flexkv_simulated._native import ffi
 from flexkv_simulated.device import Device, Kind, Model
 from flexkv_simulated.memory import DeviceTensor, find, open_memory
 
-
 _TYPES = {
     "device_blocks": np.uint32,
     "host_slots": np.uint32,

@@ -1,4 +1,6 @@
-"""The accelerator, seen from Python: `Model` (how fast) - `Device` (streams, work, faults, history).
+"""The accelerator, seen from Python.
+
+`Model` (how fast) - `Device` (streams, work, faults, history).
 
 Time follows one formula, whose moments are those of the model and not of a busy machine:
 start = max(submitted, stream ready, engine free); finish = start + latency + bytes / bandwidth
@@ -9,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import os
-
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -219,5 +220,3 @@ def _function(kind: Any, name: str) -> Any:
     """A function of flexkv's C core, as ours takes it."""
     address = core_ffi.cast("uintptr_t", core_ffi.addressof(core, name))
     return ffi.cast(kind, int(address))
-
-

@@ -39,9 +39,7 @@ class Memory:
                 f"no {size_bytes} bytes of simulated device memory: {os.strerror(-error)}"
             )
         self.size_bytes = size_bytes
-        self._memories[self.address] = self
-
-    _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        _memories[self.address] = self
 
     @property
     def address(self) -> int:
@@ -65,6 +63,10 @@ class Memory:
         )
 
 
+# what an address may belong to
+_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+
+
 def open_memory(fd: int) -> Memory:
     """Map the device memory of another process; `fd` may be closed afterwards.
 
@@ -80,7 +82,7 @@ def find(low: int, high: int) -> Memory:
     Raises:
         LayoutError: no memory of the device does.
     """
-    for memory in list(Memory._memories.values()):
+    for memory in list(_memories.values()):
         if memory.address <= low and high <= memory.address + memory.size_bytes:
             return memory
     raise LayoutError(f"addresses {low:#x}..{high:#x} are not memory of the simulated device")
@@ -131,9 +133,7 @@ class DeviceTensor:
         self._view()[index] = content
 
     def _view(self) -> NDArray[Any]:
-        return np.ndarray(
-            self.shape, self._word, self.memory.window(), self._offset, self._strides
-        )
+        return np.ndarray(self.shape, self._word, self.memory.window(), self._offset, self._strides)
 
 
 def allocate(shape: Sequence[int], dtype: str, *, order: Sequence[int] | None = None) -> Any:
