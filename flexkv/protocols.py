@@ -102,8 +102,8 @@ class BlockCopy:
 @dataclass(frozen=True, slots=True)
 class Extents:
     """Where a store keeps the blocks of a batch: `size_bytes` bytes at `offsets[i]` of the open
-    file `files[i]`, a multiple of 4096 each. XXH3-64 of the block's own `block_bytes`, seeded by its key
-    (fx_checksum_blocks), must be `checksums[i]`. What is not `held` the store does not have.
+    file `files[i]`, a multiple of 4096 each. XXH3-64 of the block's own `block_bytes`, seeded by
+    its key (fx_checksum_blocks), must be `checksums[i]`. What is not `held` the store lacks.
     """
 
     held: BoolArray

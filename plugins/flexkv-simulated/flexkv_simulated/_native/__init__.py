@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from flexkv_simulated._native import _sim
-
-ffi: Any = _sim.ffi
-lib: Any = _sim.lib
+_sim: Any = import_module("flexkv_simulated._native._sim")  # made by CMake
+ffi, lib = _sim.ffi, _sim.lib
 
 __all__ = ["ffi", "lib"]
