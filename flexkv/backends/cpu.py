@@ -1,6 +1,6 @@
 """The `cpu` device backend: host tensors are the device. The reference that every test uses.
 
-`probe` - `configure` - `export_region`, `import_region` (regions in shared memory) - `copy_now`
+`probe` - `export_region`, `import_region` (regions in shared memory) - `copy_now`
 (small batches at once), `start` (larger ones on the crew's threads); the rest is `CopyingDevice`.
 """
 
@@ -18,12 +18,9 @@ from flexkv._core import lib
 from flexkv.backends import handles, layout
 from flexkv.backends.device import CopyingDevice, Job
 from flexkv.completion import Ticket
-from flexkv.errors import ConfigError, LayoutError, TransferError
+from flexkv.errors import LayoutError, TransferError
 from flexkv.memory import find_shared, map_shared
 from flexkv.protocols import DeviceInfo, Region, RegionHandle
-
-# A copy of 1 MiB takes about 0.1 ms: less than handing it over and being woken again costs.
-INLINE_BYTES = 1 << 20
 
 
 class CpuBackend(CopyingDevice):
@@ -42,13 +39,6 @@ class CpuBackend(CopyingDevice):
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = len(os.sched_getaffinity(0))
         return [DeviceInfo("cpu", memory_bytes, f"{_cpu_name()}, {cores} usable cores")]
-
-    def configure(self, settings: dict[str, Any]) -> None:
-        """Take `inline_bytes`; raises ConfigError when it is not a size."""
-        inline = settings.pop("inline_bytes", INLINE_BYTES)
-        if not isinstance(inline, int) or inline < 0:
-            raise ConfigError(f"inline_bytes must be an integer >= 0, got {inline!r}")
-        self._inline_bytes = inline
 
     def address_of(self, tensor: Any) -> int:
         """Return the address of a tensor; raises LayoutError when it is not in host memory."""
@@ -77,7 +67,7 @@ class CpuBackend(CopyingDevice):
 
     def copy_now(self, job: Job) -> bool:
         """Copy up to `inline_bytes` on the event loop."""
-        if job.size_bytes > self._inline_bytes:
+        if job.size_bytes > self.inline_bytes:
             return False
         lib.fx_copy_blocks(*job.arguments())
         return True

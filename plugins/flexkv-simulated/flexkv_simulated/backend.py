@@ -96,7 +96,6 @@ class SimulatedBackend(CopyingDevice):
 
     def configure(self, settings: dict[str, Any]) -> None:
         """Take the model and the rest; raises ConfigError when a value is wrong."""
-        settings.pop("inline_bytes", None)  # given to every device; nothing is copied inline here
         self._timeout_ms = _count(settings, "timeout_ms", 1000)
         self._host_tensors = bool(settings.pop("host_tensors", False))
         self._exports = bool(settings.pop("exports", True))
