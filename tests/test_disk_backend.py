@@ -14,7 +14,6 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
-from blockbuster import blockbuster_ctx
 from disk_rig import (
     DAMAGED,
     ENGINES,
@@ -27,7 +26,6 @@ from disk_rig import (
     folders,
     pattern,
 )
-from loop_matrix import LOOPS, run_on
 
 from flexkv.backends.disk import DiskBackend, DiskSettings
 from flexkv.backends.disk.engines import ThreadEngine, choose
@@ -41,12 +39,7 @@ from flexkv.errors import (
 )
 from flexkv.memory import Arena
 from flexkv.model import Identity, KVSpec
-from flexkv.protocols import Services, StorageBackend
-
-
-def test_it_is_a_storage_backend() -> None:
-    assert isinstance(DiskBackend(), StorageBackend)
-    assert [info.name for info in DiskBackend.probe()] == ["disk"]
+from flexkv.protocols import Services
 
 
 @pytest.mark.parametrize("count", [1, 3, 6])
@@ -64,17 +57,6 @@ async def test_blocks_come_back(tmp_path: Path, engine: str, count: int) -> None
         assert await rig.get(*asked) == [LANDED] * 4
         assert rig.backend.used_blocks == 24
         assert rig.backend.used_bytes == 24 * SPEC.stride_bytes
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_blocks_come_back_on_every_loop(tmp_path: Path, engine: str, loop: str) -> None:
-    async def main() -> None:
-        async with Rig(folders(tmp_path, 2), engine=engine) as rig:
-            assert await rig.put(range(20)) == [LANDED] * 20
-            assert await rig.get(range(20)) == [LANDED] * 20
-
-    run_on(loop, main())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -101,26 +83,12 @@ async def test_a_batch_of_many_chunks_and_many_batches_at_once(tmp_path: Path, e
         assert await rig.get(range(240)) == [LANDED] * 240
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_an_empty_batch_is_answered(tmp_path: Path, engine: str) -> None:
-    async with Rig(folders(tmp_path, 2), engine=engine) as rig:
-        assert await rig.put([]) == await rig.get([]) == await rig.drop([]) == []
-
-
 async def test_only_the_asked_key_is_read(tmp_path: Path) -> None:
     async with Rig(folders(tmp_path, 2)) as rig:
         await rig.put([1, 2, 3])
         statuses = await rig.get([1, 9, 3, 4], slots=[1, 2, 3, 4])
         assert statuses == [LANDED, MISSING, LANDED, MISSING]
         assert (rig.arena.view(1) == 0xEE).all(), "bytes of another block were handed out"
-
-
-async def test_a_slot_may_be_written_again(tmp_path: Path) -> None:
-    async with Rig(folders(tmp_path, 1)) as rig:
-        await rig.put([1], slots=[7])
-        await rig.put([2], slots=[7])
-        assert await rig.get([2, 1], slots=[7, 7]) == [LANDED, MISSING]
-        assert rig.backend.used_blocks == 1
 
 
 async def test_discarded_blocks_are_gone(tmp_path: Path) -> None:
@@ -138,15 +106,6 @@ async def test_discarded_blocks_are_gone(tmp_path: Path) -> None:
         assert await rig.get(range(10)) == expected
     async with Rig(folders(tmp_path, 3)) as rig:
         assert sorted(rig.found) == [0, 1, 2, 3, 6, 7, 8, 9]
-
-
-async def test_a_key_of_zeros_discards_whatever_is_there(tmp_path: Path) -> None:
-    async with Rig(folders(tmp_path, 1)) as rig:
-        await rig.put([4])
-        batch = rig.batch([4, 5])
-        batch.keys[:] = 0
-        assert (await rig.backend.discard(batch)).tolist() == [LANDED, MISSING]
-        assert await rig.get([4]) == [MISSING]
 
 
 async def test_used_bytes_are_true_after_remove_clear_and_overwrite(tmp_path: Path) -> None:
@@ -394,18 +353,6 @@ async def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="file/ssd"):
         await Rig([tmp_path / "file" / "ssd"]).__aenter__()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_nothing_blocks_the_loop(tmp_path: Path, engine: str) -> None:
-    rig = Rig(folders(tmp_path, 2), engine=engine)
-    async with rig:
-        with blockbuster_ctx("flexkv.backends.disk"):
-            await rig.put(range(20))
-            await rig.put(range(5, 15))
-            await rig.get(range(20))
-            await rig.drop(range(20))
-            await rig.backend.aclose()
 
 
 async def test_a_full_crew_queue_is_no_failure(tmp_path: Path) -> None:

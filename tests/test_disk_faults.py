@@ -271,21 +271,6 @@ async def test_giving_up_leaves_nothing_behind(
     await check_after_restart(paths, engine, list(range(12)))
 
 
-@pytest.mark.parametrize("batches", [1, 5])
-async def test_cancelling_while_the_device_works(tmp_path: Path, engine: str, batches: int) -> None:
-    """No gate: real I/O is in flight when its caller goes away. Closing waits for it."""
-    async with Rig(folders(tmp_path, 2), engine=engine) as rig:
-        await rig.put(range(24))
-        for _ in range(20):
-            tasks = [asyncio.create_task(rig.get(range(24))) for _ in range(batches)]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        assert await rig.get(range(24)) == [LANDED] * 24
-
-
 async def test_closing_waits_for_what_is_in_flight(tmp_path: Path, engine: str) -> None:
     paths = folders(tmp_path, 1)
     async with Rig(paths, engine=engine) as rig:

@@ -289,8 +289,3 @@ def test_a_policy_sees_what_it_has_taken_already() -> None:
 def test_settings_out_of_range_are_refused(policy: type[Any], settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Prompts(policy(), **settings)
-
-
-@pytest.mark.parametrize("policy", [*BUILT_IN, Clock])
-def test_a_policy_is_an_eviction_policy(policy: type[Any]) -> None:
-    assert isinstance(policy(), EvictionPolicy)

@@ -1,4 +1,4 @@
-"""Harnesses of the built-in backends: `CpuHarness`, `DiskHarness`."""
+"""Harnesses of the built-in backends: `CpuHarness`, `DiskHarness`, `RanksHarness` (none)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexkv.backends.disk.format import DATA_NAME
 from flexkv.model import KVSpec
 from flexkv.protocols import DeviceBackend, Services, StorageBackend
 from flexkv.testing.faults import Where, inject
-from flexkv.testing.harness import CREW_QUEUE, Bytes, DeviceHarness, StorageHarness
+from flexkv.testing.harness import CREW_QUEUE, Bytes, DeviceHarness, StorageHarness, Unsupported
 from flexkv.testing.held_crew import full, held
 
 
@@ -33,6 +33,17 @@ class CpuHarness(DeviceHarness):
     def fail(self, backend: DeviceBackend, services: Services) -> AbstractContextManager[None]:
         """Leave no room in the crew's queue."""
         return full(services.completions.crew, CREW_QUEUE)
+
+
+class RanksHarness(DeviceHarness):
+    """The `ranks` backend has no memory of its own: workers copy with the device backend of theirs.
+
+    Raises:
+        Unsupported: always.
+    """
+
+    def __init__(self, plugin: Any, options: Any = None) -> None:
+        raise Unsupported("ranks commands other device backends: verify those")
 
 
 class DiskHarness(StorageHarness):

@@ -6,8 +6,6 @@ life and of processes come from `device_life` and `device_processes`.
 
 from __future__ import annotations
 
-import random
-
 import anyio
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from flexkv.testing.device_life import DeviceLifeTests
 from flexkv.testing.device_processes import DeviceProcessTests
 from flexkv.testing.guard import on_loop, refused, require
 from flexkv.testing.harness import ONE_TENSOR, PER_LAYER, DeviceHarness
-from flexkv.testing.kv_memory import KvMemory
 
 COPY = "DeviceBackend.copy"
 REGION = "DeviceBackend.make_region"
@@ -259,17 +256,15 @@ class DeviceBackendTests(DeviceLifeTests, DeviceProcessTests):
         """A cache by `id(region)` finds the old addresses when the id is given away again."""
         spec = KVSpec.uniform(1, 2, 16)
         async with opened(bench, spec) as device:
-            for turn in range(40):
-                rng = random.Random(turn)
-                memory = KvMemory(device.harness, spec, bench.axes("PBNHD"), 3 + turn % 5, rng)
-                device.register(memory)
-                before = memory.snapshot()
+            memories = [device.memory(bench.axes("PBNHD"), 3) for _ in range(5)]
+            wanted = [memory.block(memory.snapshot(), 2) for memory in memories]
+            for turn in range(200):
+                device.region = None
+                device.register(memories[turn % 5])
                 await device.copy([2], [0], to_device=False)
                 require(
-                    np.array_equal(device.bytes_of(0), memory.block(before, 2)),
+                    np.array_equal(device.bytes_of(0), wanted[turn % 5]),
                     COPY,
                     f"after {turn} other regions that are gone by now, block 2 of a new region "
                     "came with other bytes: what is remembered of a region must not outlive it",
                 )
-                device.kept.append(memory)
-                device.region = None

@@ -92,7 +92,10 @@ class OpenDevice:
 
 @dataclass(slots=True)
 class DeviceBench:
-    """What a test is given. `rng` starts anew for each test, from the seed in `--flexkv-seed`."""
+    """What a test is given. `rng` starts anew for each test, from the seed in `--flexkv-seed`.
+
+    `limit_s` is how long one call may take.
+    """
 
     harness: DeviceHarness
     place: Path
@@ -233,4 +236,4 @@ class DeviceKit(KitTests):
     @pytest.fixture
     def bench(self, harness: DeviceHarness, tmp_path: Path, flexkv_rng: Any) -> DeviceBench:
         """What an open backend is made of."""
-        return DeviceBench(harness, tmp_path, flexkv_rng, self.limit_s)
+        return DeviceBench(harness, tmp_path, flexkv_rng, self.limit_s / 3)

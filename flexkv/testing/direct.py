@@ -46,7 +46,7 @@ CLOSE = "DeviceBackend.aclose"
 
 _BLOCKS = 24
 _GRACE_S = 0.05  # in which bytes would land that come late
-_PROMPTLY_S = 2.0
+_PROMPTLY_S = 1.0
 _NUMBERS = list(range(12))
 
 
@@ -118,7 +118,7 @@ class DirectStorageTests(KitTests):
         self, harness: DirectHarness, tmp_path: Path, flexkv_rng: random.Random
     ) -> DeviceBench:
         """What device and store are made of."""
-        return DeviceBench(harness, tmp_path, flexkv_rng, self.limit_s)
+        return DeviceBench(harness, tmp_path, flexkv_rng, self.limit_s / 3)
 
     def test_it_has_the_verb_of_the_door(self, harness: DirectHarness) -> None:
         backend = harness.make()

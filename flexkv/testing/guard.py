@@ -162,7 +162,7 @@ async def longest_stall(work: Callable[[], Awaitable[object]], attempts: int = 5
     """How long (ms) `work` keeps the loop from running, if for most of its duration, every time.
 
     A busy machine delays single ticks; only a call that blocks does so in all attempts. Stalls
-    below 5 ms, or below half the duration, are 0.
+    below 2 ms, or below half the duration, are 0.
     """
     least = float("inf")
     for _ in range(attempts):
@@ -170,7 +170,7 @@ async def longest_stall(work: Callable[[], Awaitable[object]], attempts: int = 5
         with ticking() as ticker:
             await work()
         duration_ms = (time.perf_counter() - started) * 1e3
-        blocked = ticker.worst_ms if ticker.worst_ms > max(5.0, duration_ms / 2) else 0.0
+        blocked = ticker.worst_ms if ticker.worst_ms > max(2.0, duration_ms / 2) else 0.0
         if not (least := min(least, blocked)):
             break
     return least

@@ -146,7 +146,9 @@ class Story:
         gone: set[int] = set()
         for block in victims:
             require(block in self.resident, VICTIMS, f"{some}: {block} is not in the tier")
+        for block in victims:
             require(not self.pins.get(block), VICTIMS, f"{some}: {block} is pinned")
+        for block in victims:
             below = {b for b in self.resident - gone if self.parent[b] == block}
             what = f"{some}: {block} is interior, its children {sorted(below)} stay"
             require(not below, VICTIMS, what)

@@ -144,7 +144,10 @@ def _describe(got: Bytes, number: int) -> str:
 
 @dataclass(slots=True)
 class StorageBench:
-    """What a test is given. `rng` starts anew for each test, from the seed in `--flexkv-seed`."""
+    """What a test is given. `rng` starts anew for each test, from the seed in `--flexkv-seed`.
+
+    `limit_s` is how long one call may take.
+    """
 
     harness: StorageHarness
     place: Path
@@ -195,4 +198,4 @@ class StorageKit(KitTests):
     @pytest.fixture
     def bench(self, harness: StorageHarness, tmp_path: Path, flexkv_rng: Any) -> StorageBench:
         """What an open store is made of."""
-        return StorageBench(harness, tmp_path, flexkv_rng, self.limit_s)
+        return StorageBench(harness, tmp_path, flexkv_rng, self.limit_s / 3)

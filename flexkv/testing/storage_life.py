@@ -29,7 +29,7 @@ WRITE = "StorageBackend.write"
 CLOSE = "StorageBackend.aclose"
 
 LARGE = Identity("flexkv-kit", "", KVSpec.uniform(8, 8, 128))  # 512 KiB per block
-_PROMPTLY_S = 2.0
+_PROMPTLY_S = 1.0
 _GRACE_S = 0.05  # in which bytes would land that come late
 _NUMBERS = list(range(12))
 

@@ -25,6 +25,7 @@ from flexkv.testing.harness import (
     Harness,
     PolicyHarness,
     StorageHarness,
+    Unsupported,
 )
 from flexkv.testing.policy import EvictionPolicyTests
 from flexkv.testing.storage import StorageBackendTests
@@ -92,7 +93,10 @@ def _harness(usual: type[Harness], name: str, plugin: Any, options: Mapping[str,
         kind = own if issubclass(own, usual) else usual
     if kind is DirectHarness:
         pytest.skip(f"{name} reads from stores by itself, but brings no DirectHarness")
-    return kind(plugin, options)
+    try:
+        return kind(plugin, options)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
 
 
 def _class(tests: type[KitTests], name: str, make: Any) -> type[KitTests]:
