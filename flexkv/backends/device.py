@@ -44,6 +44,7 @@ class Job:
     host_slots: SlotIds
     device_blocks: SlotIds
     to_device: bool
+    layers: tuple[int, int] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -207,7 +208,8 @@ class CopyingDevice:
             )
         chosen = packed.select(batch.layers)
         place = (arena.address(0), arena.stride_bytes)
-        return Job(batch.region, *chosen, *place, slots, blocks, batch.to_device)
+        pairs = (slots, blocks)
+        return Job(batch.region, *chosen, *place, *pairs, batch.to_device, batch.layers)
 
     def packed(self, region: Region) -> PackedRegion:
         """Return a region as C takes it, packed once.
