@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StorageError,
         TransferError,
     )
+    from flexkv.events import BlockEvent, EventStream
     from flexkv.manager import KVManager
     from flexkv.model import Identity, KVSpec, LayerGroup
     from flexkv.sync import BlockingKVManager
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockEvent",
     "BlockingKVManager",
     "BrokenManagerError",
     "CapacityError",
     "ClosedError",
     "ConfigError",
+    "EventStream",
     "FlexKVConfig",
     "FlexKVError",
     "FormatError",
@@ -57,6 +60,7 @@ __all__ = [
 
 _HOMES = {
     "config": ("FlexKVConfig",),
+    "events": ("BlockEvent", "EventStream"),
     "manager": ("KVManager",),
     "model": ("Identity", "KVSpec", "LayerGroup"),
     "sync": ("BlockingKVManager",),

@@ -209,6 +209,9 @@ class FlexKVConfig(BaseSettings):
         0, ge=0, le=64, description="copy threads; 0 = one per core, at most 4"
     )
     crew_queue: int = Field(4096, ge=1, description="pieces of work waiting for copy threads")
+    event_queue_blocks: int = Field(
+        2**20, ge=1, description="blocks of events not taken by a listener; then it starts anew"
+    )
     inline_copy_bytes: Size = Field(
         2**20, ge=0, description="copies up to this size run on the loop itself"
     )

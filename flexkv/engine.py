@@ -163,7 +163,8 @@ class Engine:
             if copy.source.place == copy.target.place:  # nothing to move: it was waited for
                 run.arrived[copy.positions] = run.alive[copy.positions]
                 return
-            size, blocks = self.chunk_blocks, len(copy)
+            size = self.chunk_blocks * self.block_bytes // copy.size_bytes(self.block_bytes)
+            blocks = len(copy)
             if blocks <= size:
                 await self._run_slice(run, op, slice(0, blocks), landed)
                 return
@@ -195,7 +196,9 @@ class Engine:
         positions = copy.positions[part]
         statuses = np.full(len(positions), SKIPPED, np.uint8)
         lane = self.lanes[copy.source.place, copy.target.place]
-        held = await lane.acquire(len(positions) * self.block_bytes, run.graph.priority)
+        held = await lane.acquire(
+            len(positions) * copy.size_bytes(self.block_bytes), run.graph.priority
+        )
         try:
             wanted = run.alive[positions]
             if run.cancelled and not op.wanted:
@@ -221,14 +224,14 @@ class Engine:
         whole = blocks == len(positions)
         if not whole:
             run.alive[positions[~landed]] = False
-        if copy.target.place == run.graph.goal:
+        if copy.target.place == run.graph.goal and copy.is_last:
             run.arrived[positions if whole else positions[landed]] = True
-        size_bytes = blocks * self.block_bytes
+        size_bytes = blocks * copy.size_bytes(self.block_bytes)
         run.moved_bytes += size_bytes
         labels = {"source": copy.source.place, "target": copy.target.place}
         add = self._telemetry.add
         add("transfer_ops", 1, **labels)
-        add("transfer_blocks", blocks, **labels)
+        add("transfer_blocks", blocks if copy.is_last else 0, **labels)
         add("transfer_bytes", size_bytes, **labels)
         if not whole:
             damaged = (statuses == DAMAGED) | (statuses == MISSING)

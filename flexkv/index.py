@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
 from flexkv.errors import CapacityError, ConfigError
-from flexkv.model import BlockIds, BoolArray, KeyArray, SlotIds
-from flexkv.order import U32, TierOrder, as_blocks, as_keys, done, u32, u64
+from flexkv.model import NO_BLOCK, BlockIds, BoolArray, KeyArray, SlotIds
+from flexkv.order import U32, Audience, TierOrder, Watcher, as_blocks, as_keys, done, u32, u64
 from flexkv.protocols import EvictionPolicy, LeafOrder, PolicyContext, Recovered
 
 MAX_TIERS = 8
@@ -39,7 +39,7 @@ class PrefixIndex:
         self.max_blocks, self.tiers = max_blocks, tuple(tiers)
         self._index = ffi.gc(index, lib.fx_index_close)
         self._orders = tuple(TierOrder(self._index, tier) for tier in range(len(tiers)))
-        self._policies: list[EvictionPolicy | None] = [None] * len(tiers)
+        self._audiences = tuple(Audience() for _ in tiers)
 
     def __len__(self) -> int:
         """Entries: blocks that are somewhere, on their way, pinned, or ancestors of such."""
@@ -102,9 +102,7 @@ class PrefixIndex:
         self._check_tier(tier)
         blocks = as_blocks(blocks)
         done(lib.fx_index_ready(self._index, tier, u32(blocks), len(blocks)))
-        policy = self._policies[tier]
-        if policy is not None and len(blocks):
-            policy.inserted(blocks, now)
+        self._audiences[tier].came(blocks, now)
 
     def drop(self, tier: int, blocks: BlockIds) -> SlotIds:
         """Make blocks ABSENT in a tier and return their slots (NO_SLOT where they were already).
@@ -122,9 +120,7 @@ class PrefixIndex:
                 self._index, tier, u32(blocks), len(blocks), u32(slots), u32(ready), count
             )
         )
-        policy = self._policies[tier]
-        if policy is not None and count[0]:
-            policy.removed(ready[: count[0]])
+        self._audiences[tier].left(ready[: count[0]])
         return slots
 
     def slots(self, tier: int, blocks: BlockIds) -> SlotIds:
@@ -150,7 +146,8 @@ class PrefixIndex:
         """Tell every tier's policy which `blocks`, in prompt order, READY there, were used."""
         blocks = as_blocks(blocks)
         here = np.empty(len(blocks), U32)
-        for tier, policy in enumerate(self._policies):
+        for tier, audience in enumerate(self._audiences):
+            policy = audience.policy
             if policy is None:
                 continue
             count = done(
@@ -210,7 +207,7 @@ class PrefixIndex:
         capacity = self.max_blocks if capacity_blocks is None else capacity_blocks
         name, order = self.tiers[tier], self._orders[tier]
         policy.open(PolicyContext(name, capacity, self.max_blocks, order, dict(settings or {})))
-        self._policies[tier] = policy
+        self._audiences[tier].policy = policy
 
     def order(self, tier: int) -> LeafOrder:
         """The ranked leaf order of a tier."""
@@ -233,7 +230,7 @@ class PrefixIndex:
         """Ask the policy for up to `count` blocks to evict, leaves first; change nothing."""
         self._check_tier(tier)
         count = max(0, min(count, self.resident(tier)))
-        policy = self._policies[tier]
+        policy = self._audiences[tier].policy
         if policy is None or getattr(policy, "ranked", False):
             return self._orders[tier].take(count)
         chosen, found = np.empty(count, U32), 0
@@ -261,15 +258,14 @@ class PrefixIndex:
         `keys` still answers for the returned blocks until the next `insert`.
         """
         self._check_tier(tier)
-        policy = self._policies[tier]
+        policy = self._audiences[tier].policy
         if policy is not None and not getattr(policy, "ranked", False):
             return (blocks := self.victims(tier, count)), self.drop(tier, blocks)
         count = max(0, min(count, self.max_blocks))
         blocks, slots = np.empty(count, U32), np.empty(count, U32)
         taken = lib.fx_index_evict(self._index, tier, count, u32(blocks), u32(slots))
         blocks, slots = (blocks, slots) if taken == count else (blocks[:taken], slots[:taken])
-        if policy is not None and taken:
-            policy.removed(blocks)
+        self._audiences[tier].left(blocks)
         return blocks, slots
 
     # what an entry is
@@ -288,6 +284,15 @@ class PrefixIndex:
         done(lib.fx_index_parents(self._index, u32(blocks), len(blocks), u32(parents)))
         return parents
 
+    def parent_keys(self, blocks: BlockIds) -> KeyArray:
+        """Return the keys of the parents of blocks, zeros for first blocks of prompts."""
+        parents = self.parents(blocks)
+        first = np.flatnonzero(parents == NO_BLOCK)
+        parents[first] = 0  # any entry will do
+        keys = self.keys(parents)
+        keys[first] = 0
+        return keys
+
     def depths(self, blocks: BlockIds) -> NDArray[np.uint32]:
         """Return how many blocks stand before each in its prompt (0 = first block)."""
         blocks = as_blocks(blocks)
@@ -296,6 +301,11 @@ class PrefixIndex:
         return depths
 
     # the whole
+
+    def watch(self, tier: int, watcher: Watcher | None) -> None:
+        """Tell `watcher` (None: nobody) which blocks become READY in a tier, or cease to be."""
+        self._check_tier(tier)
+        self._audiences[tier].watcher = watcher
 
     def restore(self, tier: int, recovered: Recovered, now: float) -> BoolArray:
         """Rebuild entries from what a store kept, READY in `tier`; say which rows were taken.
@@ -308,34 +318,23 @@ class PrefixIndex:
         depths, slots = as_blocks(recovered.depths), as_blocks(recovered.slots)
         rows = len(keys)
         assert len(parents) == len(depths) == len(slots) == rows, "ragged columns"
-        kept, blocks = np.empty(rows, np.uint8), np.empty(rows, np.uint32)
-        count = done(
-            lib.fx_index_restore(
-                self._index,
-                tier,
-                u64(keys),
-                u64(parents),
-                u32(depths),
-                u32(slots),
-                rows,
-                ffi.from_buffer("uint8_t[]", kept),
-                u32(blocks),
-            )
-        )
-        policy = self._policies[tier]
-        if policy is not None and count:
-            policy.inserted(blocks[:count], now)
+        kept, blocks = np.empty(rows, np.uint8), np.empty(rows, U32)
+        columns = (u64(keys), u64(parents), u32(depths), u32(slots))
+        found = (ffi.from_buffer("uint8_t[]", kept), u32(blocks))
+        count = done(lib.fx_index_restore(self._index, tier, *columns, rows, *found))
+        self._audiences[tier].came(blocks[:count], now)
         return kept.view(np.bool_)
+
+    def readable(self, tier: int) -> BlockIds:
+        """Return all blocks that are READY in a tier, in no order; it looks at every entry."""
+        blocks = np.empty(self.max_blocks, U32)
+        return blocks[: lib.fx_index_all(self._index, tier, u32(blocks))]
 
     def clear(self) -> None:
         """Forget everything. Nothing may be pinned."""
         assert self.pinned == 0, "an index with pins is not cleared"
-        for tier, policy in enumerate(self._policies):
-            if policy is not None:
-                blocks = np.empty(self.max_blocks, np.uint32)
-                blocks = blocks[: lib.fx_index_all(self._index, tier, u32(blocks))]
-                if len(blocks):
-                    policy.removed(blocks)
+        for tier, audience in enumerate(self._audiences):
+            audience.emptied(self.readable(tier))
         lib.fx_index_clear(self._index)
 
     def check_integrity(self) -> None:

@@ -1,8 +1,8 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
 `register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
-`wait`, `flush`, `remove`, `reset`. Plain calls answer at once and start work; awaiting a Transfer
-is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
+`wait`, `flush`, `remove`, `reset` - `events`, `usage`. Plain calls start work at once; awaiting a
+Transfer is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
+from flexkv.events import EventStream
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
+from flexkv.layerwise import cut_by_layers
 from flexkv.model import SlotIds, TransferGraph
 from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
 from flexkv.stack import Stack
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import Kind, Plan, Transfer
+from flexkv.transfer import Plan, Transfer, refused
 
 Namespace = Sequence[str] | None
 
@@ -190,16 +190,16 @@ class KVManager:
 
     # transfers
 
-    def launch(self, plan: Plan, slot_mapping: Any) -> Transfer:
+    def launch(self, plan: Plan, slot_mapping: Any, *, layerwise: bool = False) -> Transfer:
         """Start a plan.
 
         Args:
-            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more; the
-                rest is ignored), the first one for token `plan.offset`.
+            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more), the
+                first one for token `plan.offset`.
+            layerwise: bring the first layers of all blocks first.
 
         Raises:
-            InputError: the plan was launched, cancelled or expired before, or the mapping does not
-            fit.
+            InputError: the plan is not open any more, or the mapping does not fit.
         """
         stack = self._stack
         if not plan.open and len(plan.blocks):
@@ -213,7 +213,10 @@ class KVManager:
                 plan, self._host.think(stack.planner.launch_put, plan.put, device_blocks)
             )
         get = self._host.think(stack.planner.plan_get, plan.blocks, plan.keys, device_blocks, now)
-        return self._start(plan, get.graph, get.saves, get.by_tier, device_blocks)
+        graph, region = get.graph, self._region
+        if layerwise and region is not None and region.layers:
+            graph = cut_by_layers(graph, region.layers, stack.planner.chunk_blocks)
+        return self._start(plan, graph, get.saves, get.by_tier, device_blocks)
 
     def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
         """Match and launch: load the longest readable prefix into the slots of its tokens."""
@@ -229,7 +232,7 @@ class KVManager:
             plan = self.put_match(tokens, namespace=namespace)
         except CapacityError as error:
             self.telemetry.add("refused_puts", 1)
-            return self._refused("put", error)
+            return refused("put", error, self._stack.completions.now)
         return self._launch_or_cancel(plan, slot_mapping)
 
     def prefetch_async(self, tokens: Any, *, namespace: Namespace = None) -> Transfer:
@@ -244,7 +247,7 @@ class KVManager:
         except CapacityError as error:
             plan.cancel()
             self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
-            return self._refused("prefetch", error)
+            return refused("prefetch", error, stack.completions.now)
         stack.plans.close(plan)
         get = self._host.think(
             stack.planner.plan_get, plan.blocks, plan.keys, None, stack.completions.now()
@@ -288,20 +291,6 @@ class KVManager:
         self._host.carry(request)
         return request.transfer
 
-    def _refused(self, kind: Kind, error: Exception) -> Transfer:
-        transfer = Transfer(
-            kind,
-            0,
-            blocks=np.empty(0, np.uint32),
-            keys=np.empty((0, 2), np.uint64),
-            clock=self._stack.completions.now,
-            cancel=lambda _: None,
-            durable=self._wait_durable,
-        )
-        transfer.fail(error)
-        transfer.quiesce()
-        return transfer
-
     # waiting and whole-cache verbs
 
     async def wait(
@@ -337,6 +326,10 @@ class KVManager:
         first; calls made meanwhile find and store nothing.
         """
         await self._host.reset()
+
+    def events(self) -> EventStream:
+        """Listen to what becomes readable in which tier and what leaves it; see EventStream."""
+        return self._stack.events.listen()
 
     def usage(self) -> dict[str, dict[str, int]]:
         """Blocks per tier: capacity, free, resident; plus open plans and running transfers under

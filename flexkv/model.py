@@ -234,7 +234,8 @@ class Copy:
     `positions` numbers the blocks within the graph, so that the failure of a block in one op is
     known to the ops that depend on it. `landing` is a number under which other graphs may wait for
     this op, `joins` are the landings of other graphs that this op waits for. `layers` is a
-    half-open range, None for all.
+    half-open range of the device's `of_layers` layers, None for all; a block has arrived with the
+    last of them.
     """
 
     source: Span
@@ -244,9 +245,22 @@ class Copy:
     landing: int = 0
     joins: tuple[int, ...] = ()
     layers: tuple[int, int] | None = None
+    of_layers: int = 0
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its blocks are whole after it, ops that it comes after having moved the rest."""
+        return self.layers is None or self.layers[1] == self.of_layers
+
+    def size_bytes(self, block_bytes: int) -> int:
+        """Bytes that it moves of each block; those of all ranges add up to `block_bytes`."""
+        if self.layers is None:
+            return block_bytes
+        first, stop = self.layers
+        return block_bytes * stop // self.of_layers - block_bytes * first // self.of_layers
 
 
 @dataclass(frozen=True, slots=True)

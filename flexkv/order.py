@@ -1,20 +1,22 @@
-"""The ranked leaf order of a tier, and how arrays go in and out of the C index.
+"""The ranked leaf order of a tier, who is told of its blocks, and how arrays go in and out of the C
+index.
 
-`TierOrder.rank`, `rank_each`, `ranks`, `take` (see `flexkv.protocols.LeafOrder`) - `as_blocks`,
-`as_keys`, `u32`, `u64` (arrays for C) - `done` (what C refused, as an AssertionError: it is a
-misuse by our own code).
+`TierOrder.rank`, `rank_each`, `ranks`, `take` (see `flexkv.protocols.LeafOrder`) -
+`Audience.came`, `left`, `emptied` (for policy and watcher) - `as_blocks`, `as_keys`, `u32`, `u64`
+(arrays for C) - `done` (what C refused, as an AssertionError: it is a misuse by our own code).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
 from flexkv.model import BlockIds, KeyArray
+from flexkv.protocols import EvictionPolicy
 
 U32 = np.dtype(np.uint32)  # a dtype, not the scalar type: nothing to look up
 U64 = np.dtype(np.uint64)
@@ -88,3 +90,49 @@ class TierOrder:
         blocks = np.empty(max(count, 0), np.uint32)
         taken = lib.fx_order_take(self._index, self._tier, len(blocks), u32(blocks))
         return blocks[:taken]
+
+
+class Watcher(Protocol):
+    """Who wants to know what can be read in a tier."""
+
+    def stored(self, blocks: BlockIds) -> None:
+        """Hear that blocks are readable from now on."""
+
+    def removed(self, blocks: BlockIds) -> None:
+        """Hear that blocks are not readable any more. The index still knows their keys."""
+
+    def cleared(self) -> None:
+        """Hear that nothing is readable any more."""
+
+
+class Audience:
+    """Who is told what becomes readable in one tier and what leaves it: its policy, a watcher."""
+
+    __slots__ = ("policy", "watcher")
+
+    def __init__(self) -> None:
+        self.policy: EvictionPolicy | None = None
+        self.watcher: Watcher | None = None
+
+    def came(self, blocks: BlockIds, now: float) -> None:
+        """Tell them of blocks that became readable."""
+        if len(blocks):
+            if self.policy is not None:
+                self.policy.inserted(blocks, now)
+            if self.watcher is not None:
+                self.watcher.stored(blocks)
+
+    def left(self, blocks: BlockIds) -> None:
+        """Tell them of blocks that cannot be read any more."""
+        if len(blocks):
+            if self.policy is not None:
+                self.policy.removed(blocks)
+            if self.watcher is not None:
+                self.watcher.removed(blocks)
+
+    def emptied(self, blocks: BlockIds) -> None:
+        """Tell them that the tier is empty from now on; `blocks` is all that was readable."""
+        if self.policy is not None and len(blocks):
+            self.policy.removed(blocks)
+        if self.watcher is not None:
+            self.watcher.cleared()

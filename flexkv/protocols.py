@@ -67,12 +67,13 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered device memory: planes in order of their offset in the host block. `owner` keeps it
-    alive.
+    """Registered device memory: planes in order of their offset in the host block. `layers` of them
+    can be copied apart (0: none). `owner` keeps it alive.
     """
 
     planes: tuple[Plane, ...]
     blocks: int
+    layers: int = 0
     owner: Any = None
 
 

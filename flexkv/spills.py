@@ -119,10 +119,6 @@ def plan_save(ledger: Ledger, blocks: BlockIds) -> tuple[BlockIds, TransferGraph
 
 def _graph(ledger: Ledger, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -> TransferGraph:
     index = ledger.index
-    parents = index.parents(blocks)
-    parent_keys = np.zeros((len(blocks), 2), np.uint64)
-    below = parents != NO_BLOCK
-    parent_keys[below] = index.keys(parents[below])
     return TransferGraph(
         ops,
         blocks,
@@ -130,6 +126,6 @@ def _graph(ledger: Ledger, ops: tuple[Copy, ...], blocks: BlockIds, goal: str) -
         np.zeros(len(blocks), np.bool_),
         goal,
         PRIORITY_SPILL,
-        parent_keys,
+        index.parent_keys(blocks),
         index.depths(blocks),
     )

@@ -18,6 +18,7 @@ from flexkv.completion import Completions
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Commit, Engine
 from flexkv.errors import ConfigError
+from flexkv.events import EventLog
 from flexkv.index import PrefixIndex
 from flexkv.keys import Keyring
 from flexkv.lanes import Staging
@@ -51,6 +52,7 @@ class Stack:
     engine: Engine
     spiller: Spiller
     discarder: Discarder
+    events: EventLog
     closer: AsyncExitStack
 
     def usage(self, *, transfers: int) -> dict[str, dict[str, int]]:
@@ -159,6 +161,9 @@ async def _open(
     for name, found in recovered.items():
         kept = ledger.restore(ledger.tiers[name], found, completions.now())
         log.info("tier.restored", tier=name, blocks=kept, orphans=len(found.slots) - kept)
+    dropped = partial(telemetry.add, "dropped_blocks", work="events")
+    events = EventLog(ledger.index, config.event_queue_blocks, dropped)
+    closer.callback(events.close)
     return Stack(
         spec,
         Keyring(identity, config.secret_bytes()),
@@ -172,6 +177,7 @@ async def _open(
         engine,
         spiller,
         Discarder(ledger, stores),
+        events,
         closer,
     )
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
+from flexkv.events import EventStream
 from flexkv.manager import KVManager, Namespace
 from flexkv.protocols import Region
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
@@ -336,6 +337,10 @@ class BlockingKVManager:
     def reset(self) -> None:
         """See KVManager.reset."""
         self.run(self._kv.reset)
+
+    def events(self) -> EventStream:
+        """See KVManager.events; take what it has with `visit(stream.take)`."""
+        return self.call(self._kv.events)
 
     def usage(self) -> dict[str, dict[str, int]]:
         """See KVManager.usage."""

@@ -1,8 +1,9 @@
 """Handles: what the manager's calls return, to listen to and to steer.
 
 `Plan` (a match that holds its blocks until launched or cancelled) - `Transfer` (work under way;
-awaiting it is only listening) - `GetResult`, `PutResult`. A transfer belongs to the manager, never
-to its caller: cancelling or timing out a listener touches no byte.
+awaiting it is only listening), `refused` (one that has failed) - `GetResult`, `PutResult`. A
+transfer belongs to the manager, never to its caller: cancelling or timing out a listener touches no
+byte.
 """
 
 from __future__ import annotations
@@ -245,3 +246,23 @@ class Transfer:
     def __repr__(self) -> str:
         state = "done" if self.done else "running"
         return f"<Transfer {self.kind} matched={self.matched} {state}>"
+
+
+def refused(kind: Kind, error: Exception, clock: Callable[[], float]) -> Transfer:
+    """Return a transfer that has failed with `error` before it moved anything."""
+    transfer = Transfer(
+        kind,
+        0,
+        blocks=np.empty(0, np.uint32),
+        keys=np.empty((0, 2), np.uint64),
+        clock=clock,
+        cancel=lambda _: None,
+        durable=_fail_first,
+    )
+    transfer.fail(error)
+    transfer.quiesce()
+    return transfer
+
+
+async def _fail_first(transfer: Transfer) -> None:
+    raise AssertionError(f"{transfer!r} has failed: nobody asks how durable it is")

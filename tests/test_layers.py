@@ -15,10 +15,10 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys index order pool tier ledger spills planner"
+BRAIN = "keys index order pool tier ledger spills planner layerwise"
 BODY = (
-    "completion memory lanes waiting carriers admission engine background plans request stack "
-    "hosting transfer"
+    "completion memory lanes waiting carriers admission engine background events plans request "
+    "stack hosting transfer"
 )
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
@@ -32,12 +32,13 @@ MAY_IMPORT = {
     "_core": "",
     "keys": f"_core {VOCABULARY}",
     "pool": f"_core {VOCABULARY}",
-    "order": f"_core {VOCABULARY}",
+    "order": f"_core protocols {VOCABULARY}",
     "index": f"_core order protocols {VOCABULARY}",
     "tier": f"index pool {VOCABULARY}",
     "ledger": f"index pool tier protocols {VOCABULARY}",
     "spills": f"index ledger {VOCABULARY}",
     "planner": f"index pool tier ledger spills protocols {VOCABULARY}",
+    "layerwise": VOCABULARY,
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
@@ -50,6 +51,7 @@ MAY_IMPORT = {
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
     "ranks": f"_core backends completion memory plugins protocols telemetry {VOCABULARY}",
+    "events": f"index waiting {VOCABULARY}",
     "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
     "transfer": f"completion planner protocols waiting {VOCABULARY}",
     "plans": f"completion planner telemetry transfer waiting {VOCABULARY}",
@@ -57,11 +59,11 @@ MAY_IMPORT = {
     "stack": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "manager": f"_core config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
-    "sync": f"manager config protocols transfer {VOCABULARY}",
-    "__init__": f"manager sync config transfer {VOCABULARY}",
+    "sync": f"manager config events protocols transfer {VOCABULARY}",
+    "__init__": f"manager sync config events transfer {VOCABULARY}",
     "bench": "*",
     "cli": "*",
-    "integration": f"manager sync config transfer protocols ranks telemetry {VOCABULARY}",
+    "integration": f"manager sync config events transfer protocols ranks telemetry {VOCABULARY}",
     "testing": "*",
 }
 # package -> rooms that may import it
@@ -73,7 +75,7 @@ OUTSIDE = {
     "transformers": "integration",
     "redis": "",
     "structlog": "telemetry",
-    "prometheus_client": "telemetry",
+    "prometheus_client": "telemetry integration",
     "typer": "cli",
     "rich": "cli",
     "pickle": "",

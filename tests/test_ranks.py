@@ -132,7 +132,7 @@ async def test_a_copy_waits_until_the_engine_has_begun_its_step(tmp_path: Path) 
     async with manager(path, 1) as (kv, server):
         with agent(path, 0, 1, memory()) as worker:
             await joined(server)
-            server.gate = 5
+            server.stamps.give([0], 5)
             transfer = kv.put_async(tokens, slots(0))
             worker.begin_step(4)
             with anyio.move_on_after(0.05):
@@ -217,7 +217,7 @@ async def test_a_killed_worker_is_a_miss_and_its_successor_serves_again(tmp_path
             with worker_process(path, 1, 2) as other:
                 await joined(server)
                 assert (await kv.put_async(tokens, slots(0, 1))).stored == 2 * TOKENS
-                server.gate = 1  # nobody has begun step 1: copies are held by the workers
+                server.stamps.give(range(BLOCKS), 1)  # not begun: workers hold its copies back
                 transfer = kv.get_async(tokens, slots(4, 5))
                 with anyio.move_on_after(0.05):
                     await transfer
@@ -226,7 +226,7 @@ async def test_a_killed_worker_is_a_miss_and_its_successor_serves_again(tmp_path
                 await transfer.quiesced()
                 assert (await transfer).loaded == 0
             assert not server.ready
-            server.gate = 0
+            server.stamps.give(range(BLOCKS), 0)
             with worker_process(path, 1, 2):
                 await joined(server)
                 assert (await kv.get_async(tokens, slots(4, 5))).loaded == 2 * TOKENS

@@ -53,7 +53,7 @@ async def opened(**settings: Any) -> AsyncIterator[tuple[ToyBackend, Arena]]:
 @pytest.mark.parametrize("staging_bytes", [1, 5000, 1 << 20])
 async def test_batches_longer_than_the_staging_buffers_go_in_pieces(staging_bytes: int) -> None:
     """With room for one block each, both buffers are always in use."""
-    async with opened(staging_bytes=staging_bytes) as (backend, arena):
+    async with opened(staging_bytes=staging_bytes) as (backend, _):
         tensors = caches()
         for tensor in tensors:
             tensor.as_subclass(torch.Tensor).random_(-9, 9)

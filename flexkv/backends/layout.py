@@ -79,7 +79,7 @@ def make_region(
         several = ", ".join(f"{name} has {count}" for count, name in blocks.items())
         raise LayoutError(f"all layers must have the same number of blocks, but {several}")
     planes.sort(key=lambda plane: plane.offset)
-    return Region(tuple(planes), next(iter(blocks)), owner=kv_caches)
+    return Region(tuple(planes), next(iter(blocks)), spec.layers, owner=kv_caches)
 
 
 def merge_planes(planes: Sequence[Plane]) -> tuple[Plane, ...]:

@@ -1,10 +1,9 @@
 """The worker's side of the ranks: a thread that copies between the engine's memory and the arena.
 
 `RankAgent.start` (join, and join again whenever the connection ends) - `begin_step` (the engine
-begins a step: copies held back for it may run) - `wait_loaded` - `close`.
+begins a step: copies held back for it may run) - `wait_loaded` (layer by layer) - `close`.
 
-The thread runs an event loop with the device backend whose memory this is. A copy waits for its
-gate: what it reads was written by steps before, what it writes is not in use by them any more.
+The thread runs an event loop with the device backend whose memory this is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from flexkv.memory import Arena
 from flexkv.model import Identity, KVSpec
 from flexkv.protocols import BlockCopy, DeviceBackend, Region, Services
 from flexkv.ranks import wire
+from flexkv.ranks.gates import Gate
+from flexkv.ranks.loads import Loads
 from flexkv.telemetry import log
 
 _HELLO_S = 5.0
-_REMEMBERED_LOADS = 1024
 
 
 class RankAgent:
@@ -69,18 +69,12 @@ class RankAgent:
         self.region: Region = self._backend_class().make_region(kv_caches, spec, axes)
         self.refused = ""  # why the manager does not want this worker, if so
         self._retry_s = retry_ms / 1e3
-        self._step = 0
-        self._held = 0  # copies that wait for their gate
-        self._landing = 0  # copies into our memory that run
-        self._quiet = threading.Event()
-        self._quiet.set()
+        self._gate = Gate(self.region.blocks, self._wake_up)
+        self._loads = Loads(spec.layers)
         self._wake = -1
         self._closing = False
         self._thread: threading.Thread | None = None
         self._connection: socket.socket | None = None
-        self._gate = anyio.Event()
-        self._loaded: dict[int, tuple[int, ...]] = {}
-        self._news = threading.Condition()
 
     def start(self) -> None:
         """Begin to join, in a thread of its own."""
@@ -96,35 +90,35 @@ class RankAgent:
 
     # --- the engine's thread
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, withdrawn: Collection[int] = ()) -> None:
         """Say that the engine begins `step`. Costs a microsecond when nothing waits for it.
 
         If the manager has turned this worker out, copies into its memory that still run are waited
-        for: their blocks count as failed already and are about to be computed again.
+        for: their blocks count as failed already and are about to be computed again. So are copies
+        of `withdrawn` device blocks, which have changed hands; later ones are refused.
         """
-        self._step = max(self._step, step)
-        if self._held:
-            os.eventfd_write(self._wake, 1)
-        if self._landing:
+        self._gate.begin(step, withdrawn)
+        if self._gate.landing:
             connection = self._connection
             if connection is None or _ended(connection):
-                self._quiet.wait()
+                self._gate.wait()
 
-    def wait_loaded(self, number: int, timeout_s: float) -> tuple[int, ...] | None:
-        """Wait until load `number` is over; return its failed blocks, None when that is not known.
+    def wait_loaded(
+        self, number: int, blocks: int, layer: int | None, timeout_s: float
+    ) -> tuple[int, ...] | None:
+        """Wait until `layer` of load `number`, of so many blocks, has landed (None: every layer).
 
-        After None this worker has parted from the manager, so that no byte of the load can come.
+        Returns the device blocks that failed - none as long as more layers are to come - and None
+        when that is not known. After None this worker has parted from the manager, so that no byte
+        of the load can come.
         """
-        with self._news:
-            self._news.wait_for(lambda: number in self._loaded or not self.joined, timeout_s)
-            failed = self._loaded.pop(number, None)
+        failed = self._loads.wait(number, blocks, layer, timeout_s)
         if failed is None:
             connection = self._connection
             if connection is not None:
                 with contextlib.suppress(OSError):  # it has ended in the meantime
                     connection.shutdown(socket.SHUT_RDWR)
-            if self._landing:
-                self._quiet.wait()
+            self._gate.wait()
         return failed
 
     def wait_over(self, timeout_s: float) -> bool:
@@ -139,10 +133,13 @@ class RankAgent:
         if thread is None:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self._wake_up()
         thread.join(timeout_s)
         if not thread.is_alive():
             os.close(self._wake)
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
 
     # --- the thread
 
@@ -155,7 +152,6 @@ class RankAgent:
             self._part()
 
     async def _main(self) -> None:
-        self._gate = anyio.Event()
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch_wakes, group.cancel_scope)
             while not self.refused:
@@ -172,8 +168,7 @@ class RankAgent:
             await anyio.wait_readable(self._wake)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-            gate, self._gate = self._gate, anyio.Event()
-            gate.set()
+            self._gate.reopen()
         scope.cancel()
 
     async def _join(self) -> tuple[wire.Welcome, int, socket.socket] | None:
@@ -219,6 +214,7 @@ class RankAgent:
         await backend.open(Services(completions, arena, Identity("", spec=self.spec), settings))
         region = _shifted(self.region, welcome.offset_bytes)
         self._connection = link
+        self._loads.joined(welcome.loads)
         log.info("agent.joined", rank=self.rank, ranks=self.ranks)
         try:
             async with anyio.create_task_group() as group:
@@ -231,7 +227,7 @@ class RankAgent:
                     elif isinstance(message, wire.Ping):
                         group.start_soon(_answer, link, wire.Pong(message.number))
                     elif isinstance(message, wire.Loaded):
-                        self._remember(message)
+                        self._loads.over(message.number, message.failed_blocks)
                 group.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
@@ -253,56 +249,30 @@ class RankAgent:
     def _part(self) -> None:
         """Nothing of the last connection runs any more."""
         self._connection = None
-        self._landing = 0
-        self._quiet.set()
-        with self._news:
-            self._news.notify_all()
-
-    def _remember(self, loaded: wire.Loaded) -> None:
-        with self._news:
-            while len(self._loaded) >= _REMEMBERED_LOADS:
-                self._loaded.pop(next(iter(self._loaded)))
-            self._loaded[loaded.number] = loaded.failed_blocks
-            self._news.notify_all()
+        self._gate.leave_all()
+        self._loads.parted()
 
     async def _move(
         self, link: socket.socket, backend: DeviceBackend, region: Region, move: wire.Move
     ) -> None:
-        await self._pass(move.gate)
-        if move.to_device:
-            # Counted before the look at the connection: who turns us out and then has the blocks
-            # computed again is either seen here, or sees us in `begin_step`.
-            self._quiet.clear()
-            self._landing += 1
-            if _ended(link):
-                self._landed()
-                return
+        blocks = wire.ids_from_bytes(move.device_blocks)
+        slots = wire.ids_from_bytes(move.host_slots)
         error = ""
-        blocks, slots = (
-            wire.ids_from_bytes(move.device_blocks),
-            wire.ids_from_bytes(move.host_slots),
-        )
-        try:
-            await backend.copy(BlockCopy(region, blocks, slots, move.to_device, move.layers))
-        except (FlexKVError, OSError) as failure:
-            error = repr(failure)
-        if move.to_device:
-            self._landed()
-        await _answer(link, wire.Moved(move.number, error))
-
-    def _landed(self) -> None:
-        self._landing -= 1
-        if not self._landing:
-            self._quiet.set()
-
-    async def _pass(self, gate: int) -> None:
-        """Wait until the engine has begun step `gate`."""
-        self._held += 1  # before the look: `begin_step` looks the other way round
-        try:
-            while self._step < gate:
-                await self._gate.wait()
-        finally:
-            self._held -= 1
+        if not await self._gate.enter(move.number, move.step, blocks, to_device=move.to_device):
+            await _answer(link, wire.Moved(move.number, "its device blocks have changed hands"))
+            return
+        # Looked at when we are known to run: who turns us out and has the blocks computed again is
+        # either seen here, or sees us in `begin_step`.
+        if not (move.to_device and _ended(link)):
+            try:
+                await backend.copy(BlockCopy(region, blocks, slots, move.to_device, move.layers))
+            except (FlexKVError, OSError) as failure:
+                error = repr(failure)
+            else:
+                if move.load:
+                    self._loads.landed(move.load, move.layers, len(blocks))
+            await _answer(link, wire.Moved(move.number, error))
+        self._gate.leave(move.number)  # a cancelled one runs on, until the connection is closed
 
 
 async def _receive(link: socket.socket) -> bytes:
@@ -344,4 +314,4 @@ def _shifted(region: Region, offset: int) -> Region:
     if not region.planes:
         raise TransferError("a region without planes cannot be copied")
     planes = tuple(replace(plane, offset=plane.offset + offset) for plane in region.planes)
-    return Region(planes, region.blocks, owner=region.owner)
+    return replace(region, planes=planes)

@@ -86,7 +86,9 @@ class RanksBackend:
                 f"workers hold {self._opened().blocks} blocks of their own memory and register it "
                 f"themselves; register that number here, not {blocks!r}"
             )
-        return Region((), blocks)
+        assert self._services is not None
+        layers = self._services.identity.spec.layers // self._opened().ranks
+        return Region((), blocks, layers)
 
     def export_region(self, region: Region) -> RegionHandle:
         """Refuse: the memory is not ours.
@@ -123,14 +125,9 @@ class RanksBackend:
             )
         if not len(blocks):
             return
-        move = wire.Move(
-            0,
-            0,
-            batch.to_device,
-            wire.ids_to_bytes(blocks),
-            wire.ids_to_bytes(slots),
-            batch.layers,
-        )
+        step, load = server.stamps.of(blocks)
+        packed = wire.ids_to_bytes(blocks), wire.ids_to_bytes(slots)
+        move = wire.Move(0, step, batch.to_device, *packed, batch.layers, load)
         ticket = completions.ticket(server.ranks, keep=arena)
         try:
             server.submit(ticket.number, move)

@@ -27,6 +27,7 @@ from flexkv._core import ffi, lib
 from flexkv.errors import ConfigError, TransferError
 from flexkv.memory import Arena
 from flexkv.ranks import wire
+from flexkv.ranks.gates import Stamps
 from flexkv.telemetry import log
 
 
@@ -46,7 +47,7 @@ class _Link:
 class RankServer:
     """Sends copies to the workers of one engine.
 
-    `gate` is stamped on every copy: workers hold it until they have begun that step of the engine.
+    `stamps` says in which step of the engine each device block was given out: see `Gate`.
 
     Args:
         path: where to listen; its directory should be private.
@@ -66,7 +67,7 @@ class RankServer:
             )
         self.path, self.ranks = path, ranks
         self.share_bytes, self.blocks = share_bytes, blocks
-        self.gate = 0
+        self.stamps = Stamps(blocks)
         self.joined = 0  # workers let in so far, rejoining ones again
         self._timeout_s = timeout_ms / 1e3
         self._lock = threading.Lock()
@@ -113,7 +114,7 @@ class RankServer:
     def submit(self, ticket: int, move: wire.Move) -> None:
         """Send a copy to every rank; each completes one part of `ticket`.
 
-        `move.number` and `move.gate` are filled in here.
+        `move.number` is filled in here.
 
         Raises:
             TransferError: a rank is missing, or the message is too long; nothing was sent.
@@ -123,7 +124,7 @@ class RankServer:
                 missing = sorted(set(range(self.ranks)) - set(self._links))
                 raise TransferError(f"rank {missing[0]} of {self.ranks} is not here")
             self._number += 1
-            move.number, move.gate = self._number, self.gate
+            move.number = self._number
             packet = wire.pack(move)
             now = time.monotonic()
             for link in self._links.values():
@@ -268,6 +269,7 @@ class RankServer:
             self._arena.stride_bytes,
             hello.rank * self.share_bytes,
             self._inline_bytes,
+            self.stamps.last_load,
         )
         try:
             socket.send_fds(link.socket, [wire.pack(welcome)], [self._arena.fd])

@@ -43,13 +43,14 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The worker is in. The arena's descriptor comes along; its share of a slot starts at
-    `offset_bytes`."""
+    `offset_bytes`. `loads` is the number of the last load before."""
 
     version: int
     slots: int
     stride_bytes: int
     offset_bytes: int
     inline_bytes: int
+    loads: int = 0
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True):
@@ -59,14 +60,16 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True):
 
 
 class Move(msgspec.Struct, tag="move", array_like=True):
-    """Copy these blocks once the worker has begun step `gate`. Ids are little-endian uint32."""
+    """Copy these blocks once the engine has begun `step`; somebody may wait for `load`, which they
+    belong to. Ids are little-endian uint32."""
 
     number: int
-    gate: int
+    step: int
     to_device: bool
     device_blocks: bytes
     host_slots: bytes
     layers: tuple[int, int] | None = None
+    load: int = 0
 
 
 class Moved(msgspec.Struct, tag="moved", array_like=True):

@@ -106,6 +106,67 @@ class Child:
 
         self.flexkv.kv.call(overwrite)
 
+    def resident(self, sequences: list[list[int]], salts: list[str | None]) -> dict[str, Any]:
+        """What the manager can read of these sequences, by tier, under the names that vLLM
+        publishes; and how many blocks it can read in all.
+        """
+        import numpy as np
+        from vllm.v1.core import kv_cache_utils
+
+        from flexkv.model import READY
+
+        size, manager = self.flexkv._size, self.flexkv.kv.manager
+
+        def look() -> dict[str, Any]:
+            index, keyring = manager._stack.index, manager._stack.keyring
+            found: dict[str, set[Any]] = {name: set() for name in index.tiers}
+            for tokens, salt in zip(sequences, salts, strict=True):
+                root = keyring.root(() if salt is None else (f"salt={salt}",))
+                blocks = index.find(keyring.chain(np.array(tokens), root))
+                names = self._hashes(tokens[: len(blocks) * size], salt)
+                for tier, name in enumerate(index.tiers):
+                    ready = index.states(tier, blocks) == READY
+                    found[name] |= {names[i] for i in np.flatnonzero(ready)}
+            total = {name: len(index.readable(i)) for i, name in enumerate(index.tiers)}
+            published = kv_cache_utils.maybe_convert_block_hash
+            hashes = {tier: [published(name) for name in names] for tier, names in found.items()}
+            return {"hashes": hashes, "total": total}
+
+        answer: dict[str, Any] = self.flexkv.kv.call(look)
+        return answer
+
+    def _hashes(self, tokens: list[int], salt: str | None) -> list[Any]:
+        """vLLM's own hashes of the blocks of a sequence."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        core = self.llm.llm_engine.engine_core.engine_core
+        return list(
+            Request(
+                request_id="hashes",
+                prompt_token_ids=tokens,
+                sampling_params=SamplingParams(max_tokens=1),
+                pooling_params=None,
+                cache_salt=salt,
+                block_hasher=core.request_block_hasher,
+            ).block_hashes
+        )
+
+    def listens(self) -> bool:
+        """Whether the manager records events for anybody."""
+        return bool(self.flexkv.kv.call(lambda: self.flexkv.kv.manager._stack.events.listened_to))
+
+    def damage_reads(self, times: int) -> None:
+        """Let one bit of each of the next blocks from disk arrive wrong."""
+        from flexkv.testing.faults import inject
+
+        def damage() -> None:
+            stack = self.flexkv.kv.manager._stack
+            faults = inject(stack.engine.stores["disk"], stack.arena)
+            faults.add("read", "flip", times=times)
+
+        self.flexkv.kv.call(damage)
+
     def fail_loads(self, share: float) -> None:
         """Let a share of the copies to the device fail from now on, the same ones every time."""
         import random
@@ -122,6 +183,45 @@ class Child:
             await copy(device, batch)
 
         device.copy = maybe
+
+    def slow_saves(self, pause_s: float) -> None:
+        """Have every copy out of the device's memory begin late; count what saves lose."""
+        import anyio
+
+        from flexkv.backends.cpu import CpuBackend
+        from flexkv.ranks.gates import Gate
+
+        copy, begin = CpuBackend.copy, Gate.begin
+        self.lost = 0
+
+        async def late(backend: Any, batch: Any) -> None:
+            if not batch.to_device:
+                await anyio.sleep(pause_s)
+            await copy(backend, batch)
+
+        def count(gate: Any, step: int, withdrawn: Any = ()) -> None:
+            self.lost += len(withdrawn)
+            begin(gate, step, withdrawn)
+
+        CpuBackend.copy, Gate.begin = late, count
+
+    def lost_blocks(self) -> int:
+        """How many blocks of saves under way were taken from preempted requests."""
+        return self.lost
+
+    def abort_after(self, prompt: list[int], steps: int) -> int:
+        """Begin to answer a prompt and abort it; how many of its tokens were computed."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=8))
+        for _ in range(steps):
+            engine.step()
+        (request,) = self.scheduler.running
+        computed = int(request.num_computed_tokens)
+        engine.abort_request(["aborted"])
+        self.settle()
+        return computed
 
     def churn(
         self, prompts: list[list[int]], tokens: int, aborted: list[int], seed: int

@@ -60,10 +60,15 @@ class Server:
             threading.Event().wait(0.1)
         raise AssertionError("blocks stay in use")
 
-    def metric(self, name: str) -> float:
+    def text(self) -> str:
         with urllib.request.urlopen(self.base + "/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+            return str(answer.read().decode())
+
+    def metric(self, name: str) -> float:
+        """A metric, summed over its labels unless the name has some."""
+        labels = "" if "{" in name else r"(?:{[^}]*})?"
+        pattern = rf"^{re.escape(name)}{labels} ([0-9.e+-]+)$"
+        found = re.findall(pattern, self.text(), re.MULTILINE)
         return sum(float(value) for value in found)
 
     def workers(self) -> list[int]:
@@ -146,6 +151,42 @@ def reuse(server: Server) -> list[str]:
 def test_a_served_prompt_comes_back_with_the_same_answer(tiny: Path, how: dict[str, str]) -> None:
     with serve(tiny, connector(how)) as server:
         reuse(server)
+
+
+def test_what_flexkv_counts_is_among_the_servers_metrics(tiny: Path, tmp_path: Path) -> None:
+    port = free_port()
+    disk = {"disk_cache_bytes": "64MiB", "disk_dirs": [str(tmp_path / "ssd")], "model": "tiny"}
+    with serve(tiny, connector(metrics_port=port, **disk)) as server:
+        assert server.metric("vllm:flexkv_loads_total") == 0
+        assert "# HELP vllm:flexkv_loads_total loads that vLLM asked for" in server.text()
+        reuse(server)
+        assert server.ask(prompt(LONG), cache_salt="a")[1] == WHOLE  # a second load
+        blocks = 2 * WHOLE // BLOCK
+        expected = {
+            "vllm:flexkv_loads_total": 2,
+            "vllm:flexkv_asked_tokens_total": 2 * WHOLE,
+            "vllm:flexkv_loaded_tokens_total": 2 * WHOLE,
+            "vllm:flexkv_failed_tokens_total": 0,
+            "vllm:flexkv_load_seconds_count": 2,
+            "vllm:flexkv_tier_hit_blocks_total": blocks,
+            "vllm:flexkv_loaded_blocks_total": blocks,
+        }
+        assert {name: server.metric(name) for name in expected} == expected
+        for name in (
+            "vllm:flexkv_saves_total",
+            "vllm:flexkv_saved_tokens_total",
+            "vllm:flexkv_queried_blocks_total",
+            "vllm:flexkv_stored_blocks_total",
+            'vllm:flexkv_transfer_bytes_total{engine="0",model_name="tiny",source="device",target="host"}',
+            'vllm:flexkv_transfer_bytes_total{engine="0",model_name="tiny",source="host",target="disk"}',
+            'vllm:flexkv_tier_capacity_blocks{engine="0",model_name="tiny",tier="disk"}',
+        ):
+            assert server.metric(name) > 0, name
+        assert server.metric("vllm:flexkv_load_seconds_sum") < 5
+        # the manager's own collector, where the engine's core runs
+        own = Server(port, server.process)
+        assert own.metric("flexkv_loaded_blocks_total") == blocks
+        assert own.metric('flexkv_transfer_seconds_count{kind="get",part="exposed"}') == 2
 
 
 def test_two_ranks_hold_one_block_together_and_a_stalled_one_harms_nobody(tiny: Path) -> None:

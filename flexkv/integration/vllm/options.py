@@ -25,18 +25,24 @@ class Options:
 
     `load`: "async" parks a request until its blocks are here and computes others meanwhile, "sync"
     loads within the request's first step. `save`: "finish" stores prompt and answer when a request
-    ends, "prompt" only its prompt, "none" nothing. `socket`: where workers join (default: in a
-    private directory). `axes`: letters of the KV tensors, for layouts that are not declared.
-    `rank_timeout_ms`: how long a worker may be silent while it owes a copy. `min_load_tokens`:
-    shorter hits are computed instead.
+    ends, "prompt" only its prompt, "none" nothing. `save_every_tokens`: store the blocks of a
+    request that still runs whenever so many tokens are new; 0: only at its end. `socket`: where
+    workers join (default: in a private directory). `axes`: letters of the KV tensors, for layouts
+    that are not declared. `rank_timeout_ms`: how long a worker may be silent while it owes a copy.
+    `load_wait_ms`: how long a worker waits for a synchronous load before it is computed instead.
+    `min_load_tokens`: shorter hits are computed instead. `metrics_port`: where flexkv's own metrics
+    can be read on 127.0.0.1 (0: nowhere).
     """
 
     load: str = "async"
     save: str = "finish"
+    save_every_tokens: int = 0
     socket: str = ""
     axes: str = ""
     rank_timeout_ms: int = 1000
+    load_wait_ms: int = 30_000
     min_load_tokens: int = 0
+    metrics_port: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

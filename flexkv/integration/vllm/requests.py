@@ -1,5 +1,5 @@
 """What the scheduler's side keeps of vLLM's requests: `State` (one request), `Work` (one load or
-save of it) and `namespace_of` (who may share its blocks).
+save of it), `serves` (whether it is looked up), `namespace_of` (who may share its blocks).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.transfer import Plan, Transfer
+from flexkv.errors import FlexKVError
+from flexkv.telemetry import log
+from flexkv.transfer import GetResult, Plan, Transfer
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +27,20 @@ class Work:
     silent: bool = False  # vLLM is not to be told: it does not wait
     failed: tuple[int, ...] = ()
     transfer: Transfer | None = None
+    naming: Any = None  # what vLLM calls the blocks, where it wants to hear of them
+    moved_tokens: int = 0
+    elapsed_s: float = 0.0
     reported: bool = False
+
+    def book(self, transfer: Transfer) -> None:
+        """Note what the transfer, which is over, has moved."""
+        try:
+            result = transfer.result()
+        except FlexKVError as error:
+            log.warning("vllm.transfer_failed", request=self.request, error=repr(error))
+            return
+        self.moved_tokens = result.loaded if isinstance(result, GetResult) else result.stored
+        self.elapsed_s = result.elapsed_ms / 1e3
 
 
 @dataclass(slots=True)
@@ -38,6 +53,24 @@ class State:
     plan: Plan | None = None
     load: Work | None = None
     known_tokens: int = 0  # leading tokens that the cache held when it was asked
+    load_failed: bool = False
+
+    def read(self, request: Any) -> NDArray[np.int32]:
+        """Return the request's tokens so far; only new ones are converted."""
+        have = len(self.tokens)
+        if request.num_tokens > have:
+            new = np.array(request.all_token_ids[have:], np.int32)
+            self.tokens = np.concatenate((self.tokens, new)) if have else new
+        return self.tokens
+
+
+def serves(request: Any) -> bool:
+    """Whether a request is known by its tokens, and may be looked up."""
+    return (
+        request.prompt_token_ids is not None
+        and getattr(request, "prompt_embeds", None) is None
+        and not getattr(request, "skip_reading_prefix_cache", False)
+    )
 
 
 def namespace_of(request: Any) -> tuple[str, ...]:

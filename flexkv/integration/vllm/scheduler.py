@@ -1,6 +1,7 @@
 """The connector in vLLM's scheduler: owns the manager, matches, launches, reports.
 
-`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `reset`, `close`.
+`matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
+`take_stats` - `reset`, `close`.
 
 vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
 manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
@@ -18,10 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
-from flexkv.integration.vllm.messages import FlexKVStats, StepNews
+from flexkv.integration.vllm.messages import StepNews
+from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
-from flexkv.integration.vllm.requests import State, Work, namespace_of
+from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
+from flexkv.integration.vllm.saves import Saves
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
@@ -58,6 +62,12 @@ class SchedulerSide:
         self.kv.register(None)
         if not self._server.wait_ready(_JOIN_S):
             log.warning("vllm.workers_missing", ranks=geometry.ranks)
+        self._saves = Saves(
+            0 if self._options.save == "none" else self._options.save_every_tokens,
+            self._size,
+            self._save,
+            prompt_only=self._options.save == "prompt",
+        )
         self._states: dict[str, State] = {}
         self._step = 0
         self._numbers = 0
@@ -66,24 +76,29 @@ class SchedulerSide:
         self._done: deque[Work] = deque()
         self._news = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.stats = FlexKVStats()
+        self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
+        self._events = open_events(self.kv, self._size, vllm_config)
 
     # --- vLLM's thread
 
     def arrived(self, request: Any) -> None:
         """Take in a new request: its tokens become an array here, not when it is scheduled."""
-        if self._serves(request):
-            self._tokens(request, self._state(request))
+        if serves(request):
+            self._state(request).read(request)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """Return how many tokens behind `computed` can be loaded, and whether asynchronously."""
-        if computed % self._size or not self._server.ready or not self._serves(request):
+        if computed % self._size or not self._server.ready or not serves(request):
             return 0, False
         state = self._state(request)
+        if state.load_failed:
+            # It is computed now. Were a load offered again, vLLM would count its blocks twice when
+            # it looks for room, and with little of that wait for ever.
+            return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
-            tokens = self._tokens(request, state)
+            tokens = state.read(request)
             try:
                 plan = self.kv.visit(self._match, tokens, state.namespace, computed)
             except FlexKVError as error:
@@ -101,6 +116,7 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             return
+        self._saves.admitted(request, state)
         if not loading:
             self._drop_plan(state)
             return
@@ -112,32 +128,35 @@ class SchedulerSide:
             self._numbers += 1
             load.number, load.silent = self._numbers, True
             self._awaited.append((load.number, load.blocks))
+        load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one: see RankServer.gate.
-        self._server.gate = self._step + 1
+        # The blocks may still be in use by the steps before this one.
+        self._server.stamps.give(load.blocks, self._step + 1, load.number)
         self._pending += 1
-        self.stats.add("loads")
-        self.stats.add("asked_tokens", loading)
+        self._metrics.add("loads")
+        self._metrics.add("asked_tokens", loading)
         self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
 
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self._pending:
+        if not output.total_num_scheduled_tokens and self.busy():
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
             self._news.clear()
             if not self._done:
                 self._news.wait(_IDLE_S)
-        news = StepNews(self._step, awaited=self._awaited)
+        withdrawn = self._saves.scheduled(output)
+        news = StepNews(self._step, awaited=self._awaited, withdrawn=withdrawn)
         self._awaited = []
         while self._done:
             work = self._settle(self._done.popleft())
             if work is None:
                 continue
             (news.received if work.is_load else news.sent).add(work.request)
-            news.failed.update(work.failed)
+            if not work.number:  # of those the workers know by themselves
+                news.failed.update(work.failed)
         return news
 
     def outcome(self, output: Any) -> None:
@@ -153,12 +172,14 @@ class SchedulerSide:
                 continue
             name = "finished_recving" if work.is_load else "finished_sending"
             setattr(output, name, {*(getattr(output, name) or ()), work.request})
+        self._saves.computed()
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
         """Forget a request; store its blocks. True: they stay in use until its end is reported."""
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
+        name, saves = request.request_id, list(self._saves.finished(request.request_id))
         self._drop_plan(state)
         load = state.load
         if load is not None and not load.reported:
@@ -166,34 +187,42 @@ class SchedulerSide:
                 self.kv.post(self._cancel, load)
                 return False
             # A synchronous load is not cut short: vLLM may count its blocks as cached already.
-            load.is_load = load.silent = False
-            return True
+            load.is_load = False
+            return self._saves.wait_for(name, [*saves, load])
         ended = request.get_finished_reason()
         if self._options.save == "none" or getattr(ended, "name", None) not in _WHOLE_ENDS:
-            return False
+            return self._saves.wait_for(name, saves)
         usable = min(request.num_tokens - 1, request.num_computed_tokens)
         if self._options.save == "prompt":
             usable = min(usable, request.num_prompt_tokens)
         count = min(usable // self._size, len(block_ids))
-        if count * self._size <= state.known_tokens:
-            return False
-        tokens = self._tokens(request, state)[: count * self._size]
-        save = Work(request.request_id, list(block_ids[:count]), False)
+        covered = max([state.known_tokens, *(len(save.blocks) * self._size for save in saves)])
+        if count * self._size > covered:
+            saves.append(self._save(request, state, list(block_ids[:count])))
+        return self._saves.wait_for(name, saves)
+
+    def _save(self, request: Any, state: State, blocks: list[int]) -> Work:
+        """Store a request's first blocks."""
+        save = Work(request.request_id, blocks, False)
+        self._server.stamps.give(blocks, self._step)
         self._pending += 1
-        self.stats.add("saves")
+        self._metrics.add("saves")
+        tokens = state.read(request)[: len(blocks) * self._size]
+        save.naming = self._events.naming(request, tokens, len(blocks))
         self.kv.post(self._put, save, tokens, state.namespace)
-        return True
+        return save
 
     def busy(self) -> bool:
-        """Whether an end is still to be reported."""
-        return self._pending > 0
+        """Whether an end, or an event, is still to be reported."""
+        return self._pending > 0 or self._events.busy
+
+    def take_events(self) -> list[Any]:
+        """Return what became readable in which tier, and what left, as vLLM's KVCacheEvents."""
+        return self._events.take()
 
     def take_stats(self) -> FlexKVStats | None:
         """Return what was counted since the last time, or None."""
-        if self.stats.is_empty():
-            return None
-        taken, self.stats = self.stats, FlexKVStats()
-        return taken
+        return self._metrics.take()
 
     def reset(self) -> bool:
         """Forget everything that is cached; False if transfers did not end in time."""
@@ -206,29 +235,14 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the manager. Twice is fine."""
+        self._metrics.close()
         self.kv.close()
-
-    def _serves(self, request: Any) -> bool:
-        """Whether a request is known by its tokens, and may be looked up."""
-        return (
-            request.prompt_token_ids is not None
-            and getattr(request, "prompt_embeds", None) is None
-            and not getattr(request, "skip_reading_prefix_cache", False)
-        )
 
     def _state(self, request: Any) -> State:
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = State(namespace_of(request))
         return state
-
-    def _tokens(self, request: Any, state: State) -> NDArray[np.int32]:
-        """The request's tokens so far; only new ones are converted."""
-        have = len(state.tokens)
-        if request.num_tokens > have:
-            new = np.array(request.all_token_ids[have:], np.int32)
-            state.tokens = np.concatenate((state.tokens, new)) if have else new
-        return state.tokens
 
     def _drop_plan(self, state: State) -> None:
         plan, state.plan = state.plan, None
@@ -239,11 +253,13 @@ class SchedulerSide:
         """Book the end of a load or save; None if nobody is to be told."""
         self._pending -= 1
         work.reported = True
-        if work.is_load and work.failed:
-            self.stats.add("failed_loads")
+        self._metrics.count(work, self._size)
+        if not work.is_load:
+            return work if self._saves.over(work) else None
+        if work.failed:
             state = self._states.get(work.request)
             if state is not None:
-                state.known_tokens = 0
+                state.known_tokens, state.load_failed = 0, True
         return None if work.silent else work
 
     # --- the manager's thread
@@ -281,7 +297,10 @@ class SchedulerSide:
                 plan = manager.get_match(
                     tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
                 )
-            load.transfer = manager.launch(plan, self._slots(load.blocks))
+            layerwise = self._options.load == "sync"
+            slots = self._slots(load.blocks)
+            load.transfer = manager.launch(plan, slots, layerwise=layerwise)
+            self._events.learn(plan.keys, load.naming, computed // self._size)
         except FlexKVError as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
             self._report(load, tuple(load.blocks))
@@ -293,6 +312,7 @@ class SchedulerSide:
             save.transfer = self.kv.manager.put_async(
                 tokens, self._slots(save.blocks), namespace=namespace
             )
+            self._events.learn(save.transfer.keys, save.naming)
         except FlexKVError as error:
             log.warning("vllm.save_failed", request=save.request, error=repr(error))
             self._report(save)
@@ -309,17 +329,15 @@ class SchedulerSide:
         task.add_done_callback(self._tasks.discard)
 
     async def _wait_for(self, work: Work) -> None:
-        transfer = work.transfer
-        assert transfer is not None
-        await transfer.quiesced()
-        loaded = 0
-        try:
-            result = transfer.result()
-        except FlexKVError as error:
-            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
-        else:
-            loaded = result.loaded if work.is_load and hasattr(result, "loaded") else 0
-        self._report(work, tuple(work.blocks[loaded // self._size :]) if work.is_load else ())
+        assert work.transfer is not None
+        await work.transfer.quiesced()
+        work.book(work.transfer)
+        if work.is_load:
+            self._report(work, tuple(work.blocks[work.moved_tokens // self._size :]))
+            return
+        settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
+        self._report(work)
+        await settled
 
     def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
         work.failed = failed

@@ -1,6 +1,6 @@
 """The connector in a vLLM worker: registers the KV memory, opens gates, hands news back.
 
-`register` - `begin` (every step) - `await_loads` - `ends`, `failed_blocks` (what the scheduler is
+`register` - `begin` (every step) - `await_layer` - `ends`, `failed_blocks` (what the scheduler is
 to hear) - `close`. Copies run in the RankAgent's thread.
 """
 
@@ -15,8 +15,6 @@ from flexkv.integration.vllm.options import Options
 from flexkv.ranks import RankAgent
 from flexkv.telemetry import log
 
-_WAIT_S = 60.0
-
 
 class WorkerSide:
     """Serves one worker."""
@@ -27,6 +25,7 @@ class WorkerSide:
         self._geometry = describe(vllm_config, kv_cache_config, version)
         self._version = version
         self._agent: RankAgent | None = None
+        self._layers: dict[str, int] = {}
         self._awaited: list[tuple[int, list[int]]] = []
         self._failed: set[int] = set()
 
@@ -52,33 +51,50 @@ class WorkerSide:
             device=tensor.device.type,
         )
         self._agent.start()
+        self._layers = {name: number for number, name in enumerate(kv_caches)}
         log.info("vllm.registered", rank=rank, layers=len(kv_caches), axes=axes)
 
     def begin(self, news: StepNews) -> None:
         """The engine begins a step: copies that waited for it may run."""
+        withdrawn, news.withdrawn = news.withdrawn, []
         if self._agent is not None:
-            self._agent.begin_step(news.step)
+            self._agent.begin_step(news.step, withdrawn)
 
     def expect(self, news: StepNews) -> None:
         """Remember the loads that this step has to wait for."""
         self._awaited, news.awaited = [*self._awaited, *news.awaited], []
 
-    def await_loads(self) -> None:
-        """Wait for them; what did not arrive is remembered as failed."""
-        while self._awaited:
-            number, blocks = self._awaited.pop(0)
-            agent = self._agent
-            failed = None if agent is None else agent.wait_loaded(number, _WAIT_S)
-            self._failed.update(blocks if failed is None else failed)
+    def await_layer(self, name: str) -> None:
+        """Wait until one layer of the loads of this step is here; an unknown one stands for all."""
+        if self._awaited:
+            self._await(self._layers.get(name))
+
+    def _await(self, layer: int | None) -> None:
+        """Wait for a layer of the loads (None: for all); remember what did not arrive as failed.
+
+        What attention has read of a load that fails later does no harm: vLLM looks at its failed
+        blocks after the step, and drops what the step computed from them.
+        """
+        timeout_s, agent = self._options.load_wait_ms / 1e3, self._agent
+        coming = []
+        for number, blocks in self._awaited:
+            failed = None
+            if agent is not None:
+                failed = agent.wait_loaded(number, len(blocks), layer, timeout_s)
+            if layer is not None and failed == ():
+                coming.append((number, blocks))
+            else:
+                self._failed.update(blocks if failed is None else failed)
+        self._awaited = coming
 
     def ends(self, news: StepNews) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose saves and loads are over, as vLLM wants them."""
-        self.await_loads()
+        self._await(None)
         return news.sent or None, news.received or None
 
     def failed_blocks(self, news: StepNews) -> set[int]:
         """Return the device blocks that failed to load, once."""
-        self.await_loads()
+        self._await(None)
         failed, self._failed = self._failed | news.failed, set()
         return failed
 

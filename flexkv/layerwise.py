@@ -1,0 +1,36 @@
+"""First layers first: `cut_by_layers` turns a get's copies from the host into one per layer range.
+
+An engine that waits for each layer as it comes to it computes the first ones while the last ones
+are still being copied. What comes from a store goes to the device chunk by chunk, all layers at
+once. Synchronous and deterministic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexkv.model import DEVICE, HOST, Copy, TransferGraph
+
+
+def cut_by_layers(graph: TransferGraph, layers: int, chunk_blocks: int) -> TransferGraph:
+    """Return the graph with long copies from host to device cut into ranges of the device's layers.
+
+    Each range moves about as many bytes as `chunk_blocks` whole blocks, or one layer if that is
+    more, and starts when the one before is over, for all blocks.
+    """
+    ops: list[Copy] = []
+    last: list[int] = []  # of each op of the graph: the number of its last part
+    for op in graph.ops:
+        parts = 1
+        if op.source.place == HOST and op.target.place == DEVICE and not op.after:
+            parts = max(1, min(layers, len(op) // chunk_blocks))
+        part = replace(op, after=tuple(last[number] for number in op.after))
+        if parts == 1:
+            ops.append(part)
+        else:
+            for number in range(parts):
+                span = layers * number // parts, layers * (number + 1) // parts
+                ops.append(replace(part, layers=span, of_layers=layers))
+                part = replace(op, after=(len(ops) - 1,), joins=())
+        last.append(len(ops) - 1)
+    return replace(graph, ops=tuple(ops))
