@@ -83,4 +83,6 @@ def import_region(handle: RegionHandle, device: str, map_file: Callable[[int], M
             planes.append(plane)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise LayoutError(f"this is no handle of a {device} region: {error}") from error
-    return Region(tuple(planes), text["blocks"], owner=tuple(mapped.owner for mapped in files))
+    layers = max((plane.layer for plane in planes), default=-1) + 1
+    owner = tuple(mapped.owner for mapped in files)
+    return Region(tuple(planes), text["blocks"], layers, owner)

@@ -90,25 +90,28 @@ class DiskBackend:
             )
         store = await open_patiently(settings, services.identity, services.capacity_blocks)
         try:
-            self.engine, self.engine_reason = await engines.choose(
+            engine, self.engine_reason = await engines.choose(
                 settings, store.buffered, services.completions, services.arena
             )
         except BaseException:
             store.release()
             raise
-        self.engine_name = self.engine.name
+        crew = Crew(services.completions, services.arena, spec.block_bytes)
+        self.work_on(store, engine, crew, settings)
+        return store.recovered
+
+    def work_on(self, store: Store, engine: Engine, crew: Crew, settings: DiskSettings) -> None:
+        """Take an open store and those who move its bytes; `open` ends with this."""
+        self.engine, self.engine_name = engine, engine.name
         self.report = store.report
         self._settings = settings
-        self._geometry = store.geometry
+        self._block_bytes = store.geometry.block_bytes
         self._stride_bytes = store.geometry.stride_bytes
-        self.places = Places(store)
-        self._crew = Crew(services.completions, services.arena, spec.block_bytes)
-        self.records = RecordFiles(store, self._crew)
-        self._table = store.table
+        self.places, self._table = Places(store), store.table
+        self._crew, self.records = crew, RecordFiles(store, crew)
         self._chunk_turns = anyio.Semaphore(_MAX_CHUNKS, fast_acquire=True)
         self._store = store
         self._tell()
-        return store.recovered
 
     @property
     def capacity_blocks(self) -> int:
@@ -204,7 +207,11 @@ class DiskBackend:
         if scope.cancelled_caught:
             log.error("disk.stuck", timeout_s=_CLOSE_TIMEOUT_S)
         elif store is not None:
-            await anyio.to_thread.run_sync(store.close, limiter=anyio.CapacityLimiter(1))
+            await self.let_go(store)
+
+    async def let_go(self, store: Store) -> None:
+        """Push a store to its device and unlock it, in a thread; `aclose` ends with this."""
+        await anyio.to_thread.run_sync(store.close, limiter=anyio.CapacityLimiter(1))
 
     def _tell(self) -> None:
         """Say once how the tier works and what was found."""
@@ -251,8 +258,7 @@ class DiskBackend:
                     await work(part)
 
         if len(positions) <= per_chunk:
-            await worker()
-            return
+            return await worker()
         async with anyio.create_task_group() as group:
             for _ in range(min(self._settings.chunks_in_flight, -(-len(positions) // per_chunk))):
                 group.start_soon(worker)
@@ -305,7 +311,7 @@ class DiskBackend:
         landed = moved == self._stride_bytes
         if not landed.any():
             return statuses
-        rows = make_rows(batch, part, sums, self._geometry.block_bytes)[landed]
+        rows = make_rows(batch, part, sums, self._block_bytes)[landed]
         rows["sequence"] = self._table.take_sequences(len(rows))
         slots = slots[landed]
         self._table.doubt(slots)
