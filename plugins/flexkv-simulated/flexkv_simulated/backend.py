@@ -83,6 +83,7 @@ class SimulatedBackend(CopyingDevice):
         super().__init__()
         self._streams: dict[Kind, itertools.cycle[int]] = {}
         self._watched: dict[Ticket, tuple[int, int]] = {}
+        self._over: set[Ticket] = set()  # whose work was over when the device was last asked
         self._looking = self._host_tensors = False
         self._exports = True
 
@@ -177,7 +178,8 @@ class SimulatedBackend(CopyingDevice):
         """Ask the device about old tickets in a while: its threads tell nobody about work that was
         under way when the context broke, and completions may get lost.
 
-        A ticket is settled only when no byte of its work can land any more.
+        A ticket is settled only when no byte of its work can land any more, and when its word has
+        not come although the work was over a while ago.
         """
         if self._looking or not self._watched:
             return
@@ -185,11 +187,11 @@ class SimulatedBackend(CopyingDevice):
 
         def look() -> None:
             self._looking = False
-            self._watched = {t: event for t, event in self._watched.items() if t.done is None}
-            for ticket, event in self._watched.items():
-                answer = self.device.query(*event)
-                if answer != errno.EINPROGRESS:
-                    lib.fx_settle(ticket.number, answer, 1)
+            out = {t: event for t, event in self._watched.items() if t.done is None}
+            over = {t for t, event in out.items() if self.device.query(*event) != errno.EINPROGRESS}
+            for ticket in over & self._over:
+                lib.fx_settle(ticket.number, self.device.withdraw(*out.pop(ticket)), 1)
+            self._watched, self._over = out, over
             self._look_again(completions)
 
         completions.call_later(self._timeout_ms / 1000, look)

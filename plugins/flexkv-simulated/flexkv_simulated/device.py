@@ -148,6 +148,10 @@ class Device:
         """Return 0 when the work is done, EINPROGRESS while bytes may land, else its errno."""
         return -int(lib.sim_query(self._native, stream, number))
 
+    def withdraw(self, stream: int, number: int) -> int:
+        """Do what `query` does; of work that is over, let the completion not be told any more."""
+        return -int(lib.sim_withdraw(self._native, stream, number))
+
     def synchronize(self, stream: int, number: int, timeout_ms: int = 10_000) -> int:
         """Do what `query` does, but block up to `timeout_ms` for the work."""
         return -int(lib.sim_synchronize(self._native, stream, number, timeout_ms))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,15 +59,23 @@ class SimulatedHarness(DeviceHarness):
         finally:
             backend.device.pause(False)
 
-    @contextmanager
-    def fail(self, backend: DeviceBackend, services: Services) -> Iterator[None]:
+    def fail(self, backend: DeviceBackend, services: Services) -> AbstractContextManager[None]:
         """Have every copy fail after two blocks."""
-        assert isinstance(backend, SimulatedBackend)
-        backend.device.inject("failed", times=None, blocks=2)
-        try:
-            yield
-        finally:
-            backend.device.clear_faults()
+        return _injected(backend, "failed")
+
+    def lose(self, backend: DeviceBackend, services: Services) -> AbstractContextManager[None]:
+        """Have copies done, and nobody told."""
+        return _injected(backend, "lost")
+
+
+@contextmanager
+def _injected(backend: DeviceBackend, fault: str) -> Iterator[None]:
+    assert isinstance(backend, SimulatedBackend)
+    backend.device.inject(fault, times=None, blocks=2)
+    try:
+        yield
+    finally:
+        backend.device.clear_faults()
 
 
 class SimulatedDirectHarness(SimulatedHarness, DirectHarness):

@@ -390,6 +390,21 @@ int sim_synchronize(sim_device *device, uint32_t number_of_stream, uint64_t numb
   return answer;
 }
 
+int sim_withdraw(sim_device *device, uint32_t number_of_stream, uint64_t number) {
+  int answer = sim_query(device, number_of_stream, number);
+  if (answer == -EINPROGRESS) return answer;
+  pthread_mutex_lock(&device->lock);
+  for (work **place = &device->calls_due; *place; place = &(*place)->next) {
+    work *item = *place;
+    if (item->stream != number_of_stream || item->number != number) continue;
+    *place = item->next;
+    free(item);
+    break;
+  }
+  pthread_mutex_unlock(&device->lock);
+  return answer;
+}
+
 uint32_t sim_history(sim_device *device, sim_record *records, uint32_t capacity) {
   pthread_mutex_lock(&device->lock);
   uint64_t kept = device->n_history < HISTORY ? device->n_history : HISTORY;

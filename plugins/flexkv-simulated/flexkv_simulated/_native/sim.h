@@ -80,7 +80,9 @@ int64_t sim_wait(sim_device *device, uint32_t stream, uint32_t other, uint64_t n
 
 /* Has this work finished? 0, -EINPROGRESS while a byte of it may still land, or -errno when it failed. */
 int sim_query(sim_device *device, uint32_t stream, uint64_t number);
-/* The same, but wait for it, up to `timeout_ms`. */
+/* The same; of work that is over, the completion is not told any more if it has not been. */
+int sim_withdraw(sim_device *device, uint32_t stream, uint64_t number);
+/* As sim_query, but wait for it, up to `timeout_ms`. */
 int sim_synchronize(sim_device *device, uint32_t stream, uint64_t number, uint32_t timeout_ms);
 void sim_pause(sim_device *device, int paused); /* whether engines take no more work */
 int sim_error(sim_device *device);  /* the sticky error, or 0 */
