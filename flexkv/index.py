@@ -1,9 +1,9 @@
 """The prefix index: which blocks are known, where they can be read, and who leaves first.
 
-`PrefixIndex.match`, `find` (keys -> blocks) - `insert` - `land`, `ready`, `drop` (residency in
-a tier) - `pin`, `unpin` - `touch` - `victims`, `evict` - `restore`, `clear` - `check_integrity`.
-The Python face of the C index (`_core/index.h`). Everything takes arrays and costs time in
-proportion to the blocks passed; a misuse by our own code is an AssertionError.
+`PrefixIndex.match`, `find`, `alone` (keys -> blocks) - `insert` - `land`, `ready`, `drop`
+(residency in a tier) - `pin`, `unpin` - `touch` - `victims`, `evict` - `restore`, `clear`. The
+Python face of the C index (`_core/index.h`): everything takes arrays and costs time in proportion
+to the blocks passed; a misuse by our own code is an AssertionError.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
+from flexkv.alone import AloneBlocks
 from flexkv.errors import CapacityError, ConfigError
 from flexkv.model import NO_BLOCK, BlockIds, BoolArray, KeyArray, SlotIds
 from flexkv.order import U32, Audience, TierOrder, Watcher, as_blocks, as_keys, done, u32, u64
@@ -33,13 +34,12 @@ class PrefixIndex:
                 f"an index holds up to {MAX_BLOCKS} blocks in 1..{MAX_TIERS} tiers, "
                 f"got {max_blocks} blocks and tiers {tuple(tiers)}"
             )
-        index = lib.fx_index_open(max_blocks, len(tiers))
-        if index == ffi.NULL:
+        if (index := lib.fx_index_open(max_blocks, len(tiers))) == ffi.NULL:
             raise MemoryError(f"no memory for an index of {max_blocks} blocks")
         self.max_blocks, self.tiers = max_blocks, tuple(tiers)
         self._index = ffi.gc(index, lib.fx_index_close)
+        self.alone, self._audiences = AloneBlocks(self._index), tuple(Audience() for _ in tiers)
         self._orders = tuple(TierOrder(self._index, tier) for tier in range(len(tiers)))
-        self._audiences = tuple(Audience() for _ in tiers)
 
     def __len__(self) -> int:
         """Entries: blocks that are somewhere, on their way, pinned, or ancestors of such."""
@@ -77,16 +77,17 @@ class PrefixIndex:
         Raises:
             CapacityError: the index is full; nothing was done.
         """
+        self.require(len(keys))
         keys = as_keys(keys)
         blocks = np.empty(len(keys), U32)
-        code = lib.fx_index_insert(self._index, u64(keys), len(keys), parent, u32(blocks))
-        if code == lib.FX_INDEX_FULL:
-            raise CapacityError(
-                f"{len(keys)} new blocks do not fit into the index: "
-                f"{len(self)} of {self.max_blocks} entries are used"
-            )
-        done(code)
+        done(lib.fx_index_insert(self._index, u64(keys), len(keys), parent, u32(blocks)))
         return blocks
+
+    def require(self, count: int) -> None:
+        """Raise CapacityError if there is no room for `count` new entries."""
+        if len(self) + count > self.max_blocks:
+            room = f"{len(self)} of {self.max_blocks} entries are used"
+            raise CapacityError(f"{count} new blocks do not fit into the index: {room}")
 
     # residency
 

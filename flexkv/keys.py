@@ -1,7 +1,8 @@
 """From tokens, identity and namespace to chained 128-bit keys.
 
 `as_tokens` (anything a caller may pass -> a checked array) - `Keyring.root` (where a namespace
-begins) - `Keyring.chain` (one key per whole block, each naming its entire prefix).
+begins) - `Keyring.chain` (one key per whole block, each naming its entire prefix) -
+`Keyring.of_group` (the keys of the same blocks in one group of layers).
 
 What a key rests on: the root is BLAKE2b over identity and labels, keyed by the deployment's secret;
 blocks are XXH3-128 under the same secret, chained by a keyed permutation (`_core/hash.h` says how
@@ -124,6 +125,21 @@ class Keyring:
             ffi.from_buffer("uint64_t[]", keys),
         )
         return keys
+
+    def of_group(self, keys: KeyArray, label: str, *, alone: bool) -> KeyArray:
+        """Return the keys that the blocks of `keys` have in a group of layers.
+
+        They differ from those of every other group, and of blocks that are not `alone` there; the
+        chained blocks of the group without a name have `keys` themselves.
+        """
+        if not label and not alone:
+            return keys
+        message = bytes([alone]) + label.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(
+            message, digest_size=16, key=self._key, person=b"flexkv group"
+        ).digest()
+        marked: KeyArray = keys ^ np.frombuffer(digest, "<u8")
+        return marked
 
     def _chain_sha256(
         self, tokens: NDArray[Any], root: NDArray[np.uint64], blocks: int

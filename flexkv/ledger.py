@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv import groups as grouped
+from flexkv.groups import GroupKeys
 from flexkv.index import PrefixIndex
 from flexkv.model import (
     ABSENT,
@@ -23,6 +25,7 @@ from flexkv.model import (
     HOST,
     LANDED,
     MISSING,
+    NO_BLOCK,
     READY,
     BlockIds,
     Copy,
@@ -164,11 +167,12 @@ class Ledger:
             held = np.zeros((len(slots), 2), np.uint64) if keys is None else keys
             self.discards.append(Discard(tier, slots, held))
 
-    def remove(self, keys: KeyArray) -> int:
+    def remove(self, group: GroupKeys) -> int:
         """Drop the tail of a prompt, as far as no other prompt, pin or transfer uses it; returns
         blocks dropped.
         """
-        blocks = self.index.find(keys)
+        blocks = grouped.find(self.index, [group])
+        blocks = blocks[blocks != NO_BLOCK]
         tail = blocks[len(blocks) - self.index.removable(blocks) :][::-1]
         for tier in self.tiers.values():
             here = tail[self.index.states(tier.number, tail) == READY]

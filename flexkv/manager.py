@@ -13,13 +13,16 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from numpy.typing import NDArray
+
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
 from flexkv.events import EventStream
+from flexkv.groups import WHOLE, GroupKeys, split
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
 from flexkv.layerwise import cut_by_layers
-from flexkv.model import SlotIds, TransferGraph
+from flexkv.model import CacheGroup, SlotIds, TransferGraph
 from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
 from flexkv.stack import Stack
@@ -27,6 +30,8 @@ from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Plan, Transfer, refused
 
 Namespace = Sequence[str] | None
+Groups = Sequence[CacheGroup]
+Held = Sequence[Any] | None
 
 
 class KVManager:
@@ -120,6 +125,7 @@ class KVManager:
         namespace: Namespace = None,
         computed_tokens: int = 0,
         leave_tokens: int = 0,
+        groups: Groups = WHOLE,
     ) -> Plan:
         """Find the longest readable prefix and pin it until the plan is launched, cancelled or too
         old.
@@ -128,6 +134,7 @@ class KVManager:
             computed_tokens: tokens the engine holds already (whole blocks); the plan starts behind
             them.
             leave_tokens: trailing tokens that must stay to be computed (engines need at least 1).
+            groups: of a hybrid model: the prefix is what all of them can give.
 
         Returns:
             A Plan; `plan.matched` tokens, from `plan.offset` on, can be loaded.
@@ -140,32 +147,23 @@ class KVManager:
                 f"computed_tokens ({computed_tokens}) must be whole blocks of {size}, leave_tokens "
                 f"({leave_tokens}) must not be negative"
             )
-        usable = max(0, len(tokens) - leave_tokens)
-        keys = stack.keyring.chain(tokens[:usable], stack.keyring.root(namespace))
-        blocks = self._host.think(stack.planner.match, keys[:0] if self._host.resetting else keys)
-        skipped = min(computed_tokens // size, len(blocks))
-        if skipped:
-            stack.planner.release(blocks[:skipped])
-            blocks = blocks[skipped:]
-        keys = keys[skipped : skipped + len(blocks)]
+        usable = 0 if self._host.resetting else max(0, len(tokens) - leave_tokens)
         self.telemetry.add("queried_blocks", usable // size)
-        self.telemetry.add("hit_blocks", len(blocks) + skipped)
-        plan = Plan(
-            "get",
-            offset=skipped * size if len(blocks) else computed_tokens,
-            matched=len(blocks) * size,
-            blocks=blocks,
-            keys=keys,
-            cancel=stack.plans.cancel,
-        )
-        return stack.plans.watch(plan)
+        parts = self._keys(tokens[:usable], namespace, groups)
+        return self._host.think(stack.plans.read, parts, computed_tokens // size)
 
-    def put_match(self, tokens: Any, *, namespace: Namespace = None) -> Plan:
+    def put_match(
+        self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE, held: Held = None
+    ) -> Plan:
         """Take host slots for the blocks of a prompt that are not there yet; launch the plan to
         fill them.
 
         `plan.matched` counts all whole-block tokens of the prompt; `launch` wants the slots of all
         of them.
+
+        Args:
+            groups, held: of a hybrid model; for each group the numbers of the blocks that there
+            are, ascending, or None for all of them (as a group without a window must have).
 
         Raises:
             CapacityError: the host cannot take them all now; nothing was changed.
@@ -173,20 +171,16 @@ class KVManager:
         stack = self._stack
         if self._host.resetting:
             raise CapacityError("the cache is being reset; put again when reset() has returned")
-        keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
-        put = self._host.think(stack.planner.plan_put, keys, stack.completions.now())
-        if put.saves is not None:
-            self._host.save(put.saves)
-        plan = Plan(
-            "put",
-            offset=0,
-            matched=len(keys) * stack.spec.tokens_per_block,
-            blocks=put.blocks,
-            keys=keys,
-            put=put,
-            cancel=stack.plans.cancel,
-        )
-        return stack.plans.watch(plan)
+        parts = self._keys(as_tokens(tokens), namespace, groups)
+        plan = self._host.think(stack.plans.take, parts, held, stack.completions.now())
+        assert plan.put is not None
+        if plan.put.saves is not None:
+            self._host.save(plan.put.saves)
+        return plan
+
+    def _keys(self, tokens: NDArray[Any], namespace: Namespace, groups: Groups) -> list[GroupKeys]:
+        keyring = self._stack.keyring
+        return split(keyring, keyring.chain(tokens, keyring.root(namespace)), groups)
 
     # transfers
 
@@ -194,7 +188,8 @@ class KVManager:
         """Start a plan.
 
         Args:
-            slot_mapping: device slots of `plan.matched` tokens or more, from `plan.offset` on.
+            slot_mapping: device slots of `plan.matched` tokens or more, from `plan.offset` on; of
+                several groups: of `plan.parts`, one behind the other.
             layerwise: bring the first layers of all blocks first.
 
         Raises:
@@ -220,14 +215,22 @@ class KVManager:
         """Match and launch: load the longest readable prefix into the slots of its tokens."""
         return self._launch_or_cancel(self.get_match(tokens, namespace=namespace), slot_mapping)
 
-    def put_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
-        """Store the whole blocks of a prompt from the device slots of its tokens.
+    def put_async(
+        self,
+        tokens: Any,
+        slot_mapping: Any,
+        *,
+        namespace: Namespace = None,
+        groups: Groups = WHOLE,
+        held: Held = None,
+    ) -> Transfer:
+        """Store the whole blocks of a prompt from the device slots of its tokens; see `put_match`.
 
         Await it: the device slots may be reused. `await transfer.durable()`: the lowest tier has
         it. A put that finds no room fails as a whole: awaiting it raises CapacityError.
         """
         try:
-            plan = self.put_match(tokens, namespace=namespace)
+            plan = self.put_match(tokens, namespace=namespace, groups=groups, held=held)
         except CapacityError as error:
             self.telemetry.add("refused_puts", 1)
             return refused("put", error, self._stack.completions.now)
@@ -307,15 +310,16 @@ class KVManager:
         """Wait until everything accepted so far has reached its lowest tier or was dropped."""
         await self._host.flush()
 
-    def remove(self, tokens: Any, *, namespace: Namespace = None) -> int:
+    def remove(self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE) -> int:
         """Forget the blocks of a prompt from its end on, as far as no other prompt or transfer uses
         them.
 
-        Returns the number of tokens forgotten. Their disk slots are free once `flush` returns.
+        Returns the tokens forgotten, over all groups. Their disk slots are free once `flush`
+        returns.
         """
         stack = self._stack
-        keys = stack.keyring.chain(as_tokens(tokens), stack.keyring.root(namespace))
-        removed = self._host.think(stack.ledger.remove, keys)
+        parts = self._keys(as_tokens(tokens), namespace, groups)
+        removed = sum(self._host.think(stack.ledger.remove, part) for part in parts)
         stack.discarder.wake()
         return removed * stack.spec.tokens_per_block
 

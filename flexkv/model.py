@@ -1,8 +1,9 @@
 """The vocabulary: frozen values that every room shares, without behaviour beyond arithmetic on
 themselves.
 
-`KVSpec`, `LayerGroup` (what a block is made of) - `Identity` (what makes bytes interchangeable) -
-`Span`, `Copy`, `TransferGraph` (what moves where) - `TierState` (is a block readable in a tier).
+`KVSpec`, `LayerGroup` (what a block is made of) - `CacheGroup` (layers with blocks of their own) -
+`Identity` (what makes bytes interchangeable) - `Span`, `Copy`, `TransferGraph` (what moves where) -
+`TierState` (is a block readable in a tier).
 """
 
 from __future__ import annotations
@@ -193,6 +194,24 @@ class KVSpec:
     def stride_bytes(self) -> int:
         """Bytes from slot to slot in the arena and on disk: block_bytes rounded up to a page."""
         return -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers of a hybrid model whose blocks are kept apart from those of other layers.
+
+    Blocks of different groups never stand for each other; `label` names what is in this one. Its
+    layers look at the `window_tokens` tokens before the next one, 0: at all of them.
+    """
+
+    label: str = ""
+    window_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window_tokens < 0:
+            raise ConfigError(
+                f"CacheGroup.window_tokens must be at least 0, got {self.window_tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,16 @@ booked by `flexkv.ledger`. Synchronous and deterministic: `now` is an argument.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv import groups as grouped
 from flexkv import spills
 from flexkv.errors import CapacityError
+from flexkv.groups import GroupKeys, Match
 from flexkv.ledger import Ledger
 from flexkv.model import (
     ABSENT,
@@ -70,11 +73,14 @@ class Planner:
 
     # matching
 
-    def match(self, keys: KeyArray) -> BlockIds:
-        """Pin and return the longest prefix of which every block is readable somewhere."""
-        blocks = self.index.match(keys)
-        self.index.pin(blocks)
-        return blocks
+    def match(self, groups: Sequence[GroupKeys], first: int = 0) -> Match:
+        """Pin and return the longest prefix of which every block that is needed is readable
+        somewhere, from block `first` on; see `flexkv.groups`.
+        """
+        found = grouped.match(self.index, groups, first)
+        for blocks in found.blocks:
+            self.index.pin(blocks)
+        return found
 
     def release(self, blocks: BlockIds) -> None:
         """Drop the pins of a match or of a put."""
@@ -192,20 +198,22 @@ class Planner:
 
     # put
 
-    def plan_put(self, keys: KeyArray, now: float) -> PutPlan:
-        """Take host slots for every block of a prompt that the host does not hold.
+    def plan_put(self, groups: Sequence[GroupKeys], now: float) -> PutPlan:
+        """Take host slots for every block, group by group, that the host does not hold.
 
         Raises:
             CapacityError: they do not all fit beside what is pinned or in flight; nothing was
             changed.
         """
-        known = self.index.find(keys)
-        positions = np.arange(len(known), len(keys))
+        keys = grouped.joined([group.keys for group in groups])
+        blocks = grouped.find(self.index, groups)
+        new = blocks == NO_BLOCK
+        known, lacking = blocks[~new], new.copy()
         if len(known):
             self.index.pin(known)
             self.index.touch(known, now)
-            absent = np.flatnonzero(self.index.states(self.host.number, known) == ABSENT)
-            positions = np.concatenate((absent, positions))
+            lacking[~new] = self.index.states(self.host.number, known) == ABSENT
+        positions = np.flatnonzero(lacking)
         chosen = self._choose(len(positions))
         if chosen is None:
             self.index.unpin(known)
@@ -215,16 +223,13 @@ class Planner:
                 "or holds ancestors. Raise host_cache_bytes or put less at once"
             )
         try:  # before anything leaves: an index that is full must not cost a block
-            parent = int(known[-1]) if len(known) else NO_BLOCK
-            added = self.index.insert(keys[len(known) :], parent)
+            grouped.insert(self.index, groups, blocks)
         except CapacityError:
             self.index.unpin(known)
             raise
-        self.index.pin(added)
+        self.index.pin(blocks[new] if len(known) else blocks)
         slots, saves, waits = self._make_room(*chosen)
-        blocks = np.concatenate((known, added)) if len(known) else added
-        new = added if len(positions) == len(added) else blocks[positions]
-        self.index.land(self.host.number, new, slots)
+        self.index.land(self.host.number, blocks[positions] if len(known) else blocks, slots)
         return PutPlan(blocks, keys, positions, slots, saves, waits[0] if waits else 0)
 
     def launch_put(self, plan: PutPlan, device_blocks: SlotIds) -> TransferGraph:

@@ -1,11 +1,16 @@
 """Plans that are open: matches that hold blocks until somebody launches or cancels them.
 
-`Plans.watch` (cancel it by itself after its time), `close` (launched), `cancel`, `cancel_all`.
+`Plans.read` (blocks that are there), `take` (room for blocks) - `close` (launched), `cancel`,
+`cancel_all`. A plan that nobody launches cancels itself after its time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from flexkv.completion import Completions
+from flexkv.groups import GroupKeys, joined
 from flexkv.planner import Planner
 from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Plan
@@ -16,17 +21,62 @@ class Plans:
     """The open plans of a manager; each cancels itself after `ttl_ms`."""
 
     def __init__(
-        self, planner: Planner, completions: Completions, telemetry: Telemetry, ttl_ms: float
+        self,
+        planner: Planner,
+        completions: Completions,
+        telemetry: Telemetry,
+        tokens_per_block: int,
+        ttl_ms: float,
     ) -> None:
-        self._planner, self._telemetry = planner, telemetry
+        self._planner, self._telemetry, self._size = planner, telemetry, tokens_per_block
         self._open: Deadlines[Plan] = Deadlines(completions, ttl_ms / 1e3, self._expire)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def watch(self, plan: Plan) -> Plan:
-        """Keep a plan until it is closed, cancelled or too old; an empty one holds nothing."""
-        if len(plan.blocks):
+    def read(self, groups: Sequence[GroupKeys], first: int) -> Plan:
+        """Plan to read the longest prefix that every group can give, from block `first` on."""
+        end, blocks, reach = self._planner.match(groups, first)
+        self._telemetry.add("hit_blocks", end)
+        keys = [g.keys[end - len(b) : end] for g, b in zip(groups, blocks, strict=True)]
+        plan = Plan(
+            "get",
+            offset=first * self._size,
+            matched=max(0, end - first) * self._size,
+            blocks=joined(blocks),
+            keys=joined(keys),
+            parts=tuple(len(part) * self._size for part in blocks),
+            reach=reach * self._size,
+            cancel=self.cancel,
+        )
+        return self._watch(plan)
+
+    def take(self, groups: Sequence[GroupKeys], held: Sequence[Any] | None, now: float) -> Plan:
+        """Plan to write blocks: all of every group, or those with the numbers in `held`.
+
+        Raises:
+            CapacityError: the host cannot take them all now; nothing was changed.
+            InputError: `held` does not fit.
+        """
+        tokens = len(groups[0].keys) * self._size
+        if held is not None:
+            groups = [group.only(numbers) for group, numbers in zip(groups, held, strict=True)]
+        put = self._planner.plan_put(groups, now)
+        plan = Plan(
+            "put",
+            offset=0,
+            matched=tokens,
+            blocks=put.blocks,
+            keys=put.keys,
+            parts=tuple(len(group.keys) * self._size for group in groups),
+            reach=tokens,
+            put=put,
+            cancel=self.cancel,
+        )
+        return self._watch(plan)
+
+    def _watch(self, plan: Plan) -> Plan:
+        if len(plan.blocks):  # an empty one holds nothing
             self._open.add(plan)
         return plan
 

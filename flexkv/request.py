@@ -88,14 +88,14 @@ class Request:
         durable: Callable[[Transfer], Awaitable[None]],
         telemetry: Telemetry,
     ) -> None:
-        self.kind, self.matched, self.run = plan.kind, plan.matched, run
+        self.kind, self.matched, self.run = plan.kind, sum(plan.parts), run
         self.tokens, self.by_tier, self.device_blocks = tokens_per_block, by_tier, device_blocks
         self.telemetry = telemetry
         self.context = contextvars.copy_context()  # what the caller's log lines carry
         self.own = _NONE if plan.put is None else plan.put.positions  # not another put's blocks
         self.transfer = Transfer(
             plan.kind,
-            plan.matched,
+            self.matched,
             blocks=plan.blocks,
             keys=plan.keys,
             clock=clock,

@@ -173,7 +173,7 @@ async def _open(
         ledger.index,
         ledger,
         planner,
-        Plans(planner, completions, telemetry, config.plan_ttl_ms),
+        Plans(planner, completions, telemetry, spec.tokens_per_block, config.plan_ttl_ms),
         engine,
         spiller,
         Discarder(ledger, stores),

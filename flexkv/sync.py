@@ -207,18 +207,18 @@ class BlockingKVManager:
         loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
         return answer.wait()
 
-    def visit(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
+    def visit(self, verb: Callable[..., _T], *arguments: Any, timeout_s: float = -1) -> _T:
         """Make a plain call on this thread, between two things that the loop thread does, without
-        waking it: for questions (`get_match`) that a scheduler asks at every step.
+        waking it: for questions (`get_match`) that a scheduler asks at every step. A loop that is
+        never through is waited for until TimeoutError, with the default for ever.
 
         The call may not start anything on the loop: no transfers, no tasks.
         """
         loop, host, shared = self._running_loop(), self._kv._host, self._shared
-        with shared.turn:
-            shared.lock.acquire()
+        shared.enter(timeout_s)
         own, host.thread = host.thread, threading.get_ident()
         try:
-            return verb(*arguments, **keywords)
+            return verb(*arguments)
         finally:
             host.thread = own
             if shared.asleep:

@@ -31,3 +31,17 @@ class SharedSelector(selectors.DefaultSelector):
             with self.turn:
                 self.lock.acquire()
             self.asleep = False
+
+    def enter(self, timeout_s: float = -1) -> None:
+        """Take the lock of a loop that others run; `lock.release` gives it back.
+
+        Raises:
+            TimeoutError: the loop thread did not come by in time (below 0: it is waited for).
+        """
+        if self.turn.acquire(timeout=timeout_s):
+            try:
+                if self.lock.acquire(timeout=timeout_s):
+                    return
+            finally:
+                self.turn.release()
+        raise TimeoutError(f"the manager's loop was busy for {timeout_s} s")

@@ -73,10 +73,25 @@ class Plan:
     """A match: its blocks cannot be evicted until it is launched, cancelled, or its time is over.
 
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
-    `tag` is for the device backend, which finds it with every copy; the ranks backend knows some.
+    `parts` says how many tokens of each group of layers that takes; those of a get end where it
+    ends. Most models have one group. `reach` counts the tokens from the first one on that are there
+    but for windows. `tag` is for the device backend, which finds it with every copy; the ranks
+    backend knows some.
     """
 
-    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "put", "tag")
+    __slots__ = (
+        "_cancel",
+        "blocks",
+        "keys",
+        "kind",
+        "matched",
+        "offset",
+        "open",
+        "parts",
+        "put",
+        "reach",
+        "tag",
+    )
 
     def __init__(
         self,
@@ -86,11 +101,14 @@ class Plan:
         matched: int,
         blocks: BlockIds,
         keys: KeyArray,
+        parts: tuple[int, ...],
+        reach: int,
         put: PutPlan | None = None,
         cancel: Callable[[Plan], None],
     ) -> None:
         self.kind, self.offset, self.matched = kind, offset, matched
-        self.blocks, self.keys, self.put = blocks, keys, put
+        self.blocks, self.keys, self.parts, self.put = blocks, keys, parts, put
+        self.reach = reach
         self.open = True
         self.tag: Any = None
         self._cancel = cancel

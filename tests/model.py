@@ -14,6 +14,7 @@ import numpy as np
 
 from flexkv import plugins
 from flexkv.errors import CapacityError
+from flexkv.groups import GroupKeys
 from flexkv.index import PrefixIndex
 from flexkv.ledger import Ledger, SpillMode
 from flexkv.model import DEVICE, HOST, Copy, IOStatus, KeyArray, TierState, TransferGraph
@@ -39,6 +40,16 @@ def keys_of(path: Path) -> KeyArray:
     """The keys of all blocks of a path."""
     rows = [key_of(path[: i + 1]) for i in range(len(path))]
     return np.array(rows, np.uint64).reshape(-1, 2)
+
+
+WINDOWS = (2, 3)  # blocks
+
+
+def groups_of(path: Path) -> list[GroupKeys]:
+    """The keys of a prompt in a model of three groups: full attention and two windows."""
+    keys = keys_of(path)
+    marked = [keys ^ np.uint64((i + 1) << 60) for i in range(len(WINDOWS))]
+    return [GroupKeys(keys), *map(GroupKeys, marked, WINDOWS)]
 
 
 @dataclass(eq=False)
@@ -112,9 +123,12 @@ class World:
         self.runs.append(run)
         self._reap(run)
 
-    def plan_put(self, path: Path) -> None:
+    def plan_put(self, path: Path, *held: list[int]) -> None:
+        """Put a prompt; of the groups with a window, these blocks."""
         self.now += 1
-        put = self.planner.plan_put(keys_of(path), self.now)
+        groups = groups_of(path)[: 1 + len(held)]
+        groups[1:] = [group.only(some) for group, some in zip(groups[1:], held, strict=True)]
+        put = self.planner.plan_put(groups, self.now)
         self.start(put.saves)
         self.puts.append((put, self._fill_device(put.keys)))
 
@@ -127,19 +141,50 @@ class World:
         self.perfect = False
 
     def get(self, path: Path, *, prefetch: bool = False) -> int:
+        return self.get_groups(groups_of(path)[:1], 0, prefetch=prefetch)
+
+    def get_groups(self, groups: list[GroupKeys], first: int, *, prefetch: bool = False) -> int:
+        """Get the longest prefix from block `first` on, which is what it should be."""
         self.now += 1
-        keys = keys_of(path)
-        blocks = self.planner.match(keys)
-        for block, key in zip(blocks.tolist(), keys.tolist(), strict=False):
+        end, parts, reach = self.planner.match(groups, first)
+        assert reach >= end
+        blocks = np.concatenate(parts)
+        keys = np.concatenate(
+            [g.keys[end - len(part) : end] for g, part in zip(groups, parts, strict=True)]
+        )
+        for block, key in zip(blocks.tolist(), keys.tolist(), strict=True):
             assert self._readable(block, tuple(key)), "matched, but no tier holds its bytes"
+        count = len(groups[0].keys)
+        needed = [set(self._needed(groups, first, length)) for length in range(count + 1)]
+        known = self._all_readable()
+        longest = max(length for length in range(count + 1) if needed[length] <= known)
+        assert max(end, first) == max(longest, first), "a longer prefix could be read"
+        if longest > first:
+            assert {tuple(key) for key in keys.tolist()} >= needed[end] - needed[first]
         device = None
         if not prefetch:
             device = np.arange(self._device, self._device + len(blocks), dtype=np.uint32)
             self._device += len(blocks)
-        plan = self.planner.plan_get(blocks, keys[: len(blocks)], device, self.now)
+        plan = self.planner.plan_get(blocks, keys, device, self.now)
         self.start(plan.saves)
         self.start(plan.graph)
         return len(blocks)
+
+    def _needed(self, groups: list[GroupKeys], first: int, length: int) -> list[Label]:
+        """Keys that must be readable for a prefix of this length."""
+        keys: list[Label] = []
+        for group in groups:
+            start = 0 if group.window is None else max(first, length - group.window)
+            keys += [(key[0], key[1]) for key in group.keys[start:length].tolist()]
+        return keys
+
+    def _all_readable(self) -> set[Label]:
+        known: set[Label] = set()
+        blocks = np.arange(self.max_blocks, dtype=np.uint32)
+        for tier in self.tiers.values():
+            ready = blocks[self.index.states(tier.number, blocks) == TierState.READY]
+            known |= {(key[0], key[1]) for key in self.index.keys(ready).tolist()}
+        return known
 
     def spill(self) -> None:
         """Write down the oldest offer."""

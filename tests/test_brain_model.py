@@ -7,13 +7,15 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from model import DISK, World, keys_of
+from model import DISK, World, groups_of, keys_of
 
 from flexkv.errors import CapacityError
+from flexkv.groups import GroupKeys
 from flexkv.ledger import SpillMode
 from flexkv.model import HOST, IOStatus
 
 POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo"]
+held = st.sets(st.integers(0, 5), max_size=6).map(lambda gone: set(range(6)) - gone)
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 statuses = st.sampled_from([IOStatus.LANDED] * 6 + list(IOStatus))
 outcomes = st.one_of(st.just([IOStatus.LANDED] * 8), st.lists(statuses, min_size=1, max_size=8))
@@ -39,6 +41,22 @@ class Brain(RuleBasedStateMachine):
             self.world.plan_put(path)
         except CapacityError:
             self.world.check()
+
+    @rule(path=paths, near=held, nearer=held)
+    def plan_put_of_groups(self, path: tuple[int, ...], near: set[int], nearer: set[int]) -> None:
+        try:
+            parts = [sorted(n for n in some if n < len(path)) for some in (near, nearer)]
+            self.world.plan_put(path, *parts)
+        except CapacityError:
+            self.world.check()
+
+    @rule(path=paths, first=st.integers(0, 3))
+    def get_groups(self, path: tuple[int, ...], first: int) -> None:
+        self.world.get_groups(groups_of(path), first)
+
+    @rule(path=paths)
+    def remove_window(self, path: tuple[int, ...]) -> None:
+        self.world.ledger.remove(groups_of(path)[1])
 
     @precondition(lambda self: self.world.puts)
     @rule(data=st.data())
@@ -97,7 +115,7 @@ class Brain(RuleBasedStateMachine):
 
     @rule(path=paths)
     def remove(self, path: tuple[int, ...]) -> None:
-        self.world.ledger.remove(keys_of(path))
+        self.world.ledger.remove(GroupKeys(keys_of(path)))
 
     @precondition(lambda self: DISK in self.world.tiers and self.failing)
     @rule()

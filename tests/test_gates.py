@@ -57,8 +57,7 @@ async def test_a_step_that_takes_blocks_away_waits_for_the_copy_that_reads_them(
     Held.began.clear()
     Held.go.clear()
     async with manager(tmp_path / "s", 1) as (kv, server):
-        with agent(tmp_path / "s", 0, 1, caches) as worker:
-            worker._backend_class = Held
+        with agent(tmp_path / "s", 0, 1, caches, Held) as worker:
             await joined(server)
             save = kv.put_async(ONE, slots(0))
             await anyio.to_thread.run_sync(Held.began.wait)

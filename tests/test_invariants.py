@@ -19,6 +19,7 @@ from rig import STRIDE, open_rig, prompt, slots_of
 from stepping import open_stepping
 
 from flexkv import CapacityError, FormatError, OwnershipError
+from flexkv.groups import GroupKeys
 from flexkv.testing.faults import flip_bit
 
 # 1. A block is readable in a tier only after its bytes landed there and were committed
@@ -190,7 +191,7 @@ def brain_trace(seed: int) -> str:
         elif verb < 5:
             digest.update(bytes([world.get(path, prefetch=verb == 3)]))
         elif verb == 5:
-            digest.update(bytes([world.ledger.remove(keys_of(path))]))
+            digest.update(bytes([world.ledger.remove(GroupKeys(keys_of(path)))]))
         else:
             world.spill()
             world.discard()

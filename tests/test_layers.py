@@ -15,7 +15,7 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys index order pool tier ledger spills planner layerwise"
+BRAIN = "keys alone index groups order pool tier ledger spills planner layerwise"
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
     "stack hosting transfer"
@@ -33,11 +33,13 @@ MAY_IMPORT = {
     "keys": f"_core {VOCABULARY}",
     "pool": f"_core {VOCABULARY}",
     "order": f"_core protocols {VOCABULARY}",
-    "index": f"_core order protocols {VOCABULARY}",
+    "alone": f"_core order {VOCABULARY}",
+    "index": f"_core alone order protocols {VOCABULARY}",
+    "groups": f"index keys {VOCABULARY}",
     "tier": f"index pool {VOCABULARY}",
-    "ledger": f"index pool tier protocols {VOCABULARY}",
+    "ledger": f"groups index pool tier protocols {VOCABULARY}",
     "spills": f"index ledger {VOCABULARY}",
-    "planner": f"index pool tier ledger spills protocols {VOCABULARY}",
+    "planner": f"groups index pool tier ledger spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
@@ -54,7 +56,7 @@ MAY_IMPORT = {
     "events": f"index waiting {VOCABULARY}",
     "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
     "transfer": f"completion planner protocols waiting {VOCABULARY}",
-    "plans": f"completion planner telemetry transfer waiting {VOCABULARY}",
+    "plans": f"completion groups planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     "stack": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",

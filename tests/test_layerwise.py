@@ -113,8 +113,7 @@ async def test_the_first_layer_is_waited_for_while_the_last_one_has_not_landed(
     Slow.go.clear()
     tokens, blocks = list(range(4 * TOKENS)), [10, 11, 12, 13]
     async with manager(tmp_path / "s", 1, chunk_bytes=4096) as (kv, server):
-        with agent(tmp_path / "s", 0, 1, caches) as worker:
-            worker._backend_class = Slow
+        with agent(tmp_path / "s", 0, 1, caches, Slow) as worker:
             await joined(server)
             await kv.put_async(tokens, slots(0, 1, 2, 3))
             plan = kv.get_match(tokens)

@@ -45,7 +45,9 @@ def fill(caches: list[np.ndarray[Any, Any]], seed: int) -> None:
 
 
 @contextmanager
-def agent(path: Path, rank: int, ranks: int, caches: Any, **options: Any) -> Iterator[RankAgent]:
+def agent(
+    path: Path, rank: int, ranks: int, caches: Any, backend: Any = None, **options: Any
+) -> Iterator[RankAgent]:
     made = RankAgent(
         path,
         rank=rank,
@@ -56,6 +58,8 @@ def agent(path: Path, rank: int, ranks: int, caches: Any, **options: Any) -> Ite
         retry_ms=10,
         **options,
     )
+    if backend is not None:
+        made._backend_class = backend
     made.start()
     try:
         yield made
@@ -68,7 +72,7 @@ async def manager(
     path: Path, ranks: int, *, timeout_ms: int = 1000, **settings: Any
 ) -> AsyncIterator[tuple[KVManager, RankServer]]:
     server = RankServer(
-        path, ranks=ranks, share_bytes=SHARE.block_bytes, blocks=BLOCKS, timeout_ms=timeout_ms
+        path, shares=(SHARE.block_bytes,) * ranks, blocks=BLOCKS, timeout_ms=timeout_ms
     )
     config = FlexKVConfig.load(
         model="m",

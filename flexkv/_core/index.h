@@ -38,6 +38,15 @@ uint32_t fx_index_find(const fx_index *index, const uint64_t *keys, uint32_t n, 
 /* Chain n new entries below `parent`; FX_INDEX_KNOWN when the first key is there already. */
 int fx_index_insert(fx_index *index, const uint64_t *keys, uint32_t n, uint32_t parent, uint32_t *blocks);
 
+/* Blocks that stand alone: first blocks all, of keys that name their prefix like any other's. Their entries, 0xFFFFFFFF
+ * where there is none; new entries for keys that have none. */
+void fx_index_find_alone(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks);
+int fx_index_insert_alone(fx_index *index, const uint64_t *keys, uint32_t n, uint32_t *blocks);
+/* The longest end <= n at which the last `window` keys before it, or all from `first` on if that is less, are blocks
+ * that stand alone and are READY in at least one tier. Fills those of blocks[first..end), returns the end. */
+uint32_t fx_index_window(const fx_index *index, const uint64_t *keys, uint32_t n, uint32_t first, uint32_t window,
+                         uint32_t *blocks);
+
 /* Residency. On FX_INDEX_STATE (a block given twice) the blocks before it have changed. */
 int fx_index_land(fx_index *index, uint32_t tier, const uint32_t *blocks, const uint32_t *slots, uint32_t n);
 int fx_index_ready(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n);

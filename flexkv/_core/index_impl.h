@@ -1,4 +1,5 @@
-/* The inside of the index, shared by index.c (entries, residency), order.c (who leaves first), restore.c, check.c. */
+/* The inside of the index, shared by index.c (entries, residency), order.c (who leaves first), alone.c, restore.c,
+ * check.c. */
 #ifndef FX_INDEX_IMPL_H
 #define FX_INDEX_IMPL_H
 #include <stddef.h>

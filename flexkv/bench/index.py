@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from flexkv.bench.report import Progress, Result, percentile
+from flexkv.groups import GroupKeys
 from flexkv.index import PrefixIndex
 from flexkv.keys import Keyring, as_tokens
 from flexkv.ledger import Ledger
@@ -203,7 +204,7 @@ def planning(world: SharedPrompts, rounds: int) -> list[float]:
     planner, device_blocks = world.planner, np.arange(PROMPT, dtype=np.uint32)
 
     def plan(keys: KeyArray) -> None:
-        blocks = planner.match(keys)
+        (blocks,) = planner.match([GroupKeys(keys)]).blocks
         planner.plan_get(blocks, keys, device_blocks, world.now)
 
     taken = []

@@ -65,14 +65,12 @@ class RanksBackend:
                 ) from error
             share = services.identity.spec.block_bytes // max(1, ranks)
             timeout_ms = int(settings.pop("timeout_ms", 1000))
-            server = RankServer(
-                path, ranks=ranks, share_bytes=share, blocks=blocks, timeout_ms=timeout_ms
-            )
+            server = RankServer(path, shares=(share,) * ranks, blocks=blocks, timeout_ms=timeout_ms)
         if settings:
             raise ConfigError(f"the ranks backend has no setting {sorted(settings)[0]!r}")
-        if server.ranks * server.share_bytes != services.identity.spec.block_bytes:
+        if sum(server.shares) != services.identity.spec.block_bytes:
             raise ConfigError(
-                f"{server.ranks} shares of {server.share_bytes} bytes are no block of "
+                f"shares of {server.shares} bytes are no block of "
                 f"{services.identity.spec.block_bytes}"
             )
         server.open(services.arena, inline_bytes)
@@ -87,7 +85,9 @@ class RanksBackend:
                 f"themselves; register that number here, not {blocks!r}"
             )
         assert self._services is not None
-        layers = self._services.identity.spec.layers // self._opened().ranks
+        server = self._opened()
+        alike = len(set(server.shares)) == 1  # else a range of layers means something else to each
+        layers = self._services.identity.spec.layers // server.ranks if alike else 0
         return Region((), blocks, layers)
 
     def export_region(self, region: Region) -> RegionHandle:

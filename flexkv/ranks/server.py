@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,22 +51,21 @@ class RankServer:
 
     Args:
         path: where to listen; its directory should be private.
-        ranks: workers that hold a share of every block.
-        share_bytes: bytes of one rank's share.
+        shares: bytes that each rank holds of every block.
         blocks: device blocks of each rank.
         timeout_ms: how long a worker may be silent while it owes an answer.
     """
 
     def __init__(
-        self, path: Path, *, ranks: int, share_bytes: int, blocks: int, timeout_ms: int = 1000
+        self, path: Path, *, shares: Sequence[int], blocks: int, timeout_ms: int = 1000
     ) -> None:
-        if ranks < 1 or share_bytes < 1 or blocks < 1 or timeout_ms < 1:
+        if not shares or min(shares) < 1 or blocks < 1 or timeout_ms < 1:
             raise ConfigError(
-                f"ranks ({ranks}), share_bytes ({share_bytes}), blocks ({blocks}) and timeout_ms "
-                f"({timeout_ms}) must be at least 1"
+                f"ranks ({len(shares)}), shares ({list(shares)} bytes), blocks ({blocks}) and "
+                f"timeout_ms ({timeout_ms}) must be at least 1"
             )
-        self.path, self.ranks = path, ranks
-        self.share_bytes, self.blocks = share_bytes, blocks
+        self.path, self.ranks = path, len(shares)
+        self.shares, self.blocks = tuple(shares), blocks
         self.last_load = 0
         self.joined = 0  # workers let in so far, rejoining ones again
         self._timeout_s = timeout_ms / 1e3
@@ -85,10 +85,9 @@ class RankServer:
         Raises:
             ConfigError: the path cannot be used, or shares do not fit the arena's slots.
         """
-        if self.ranks * self.share_bytes > arena.stride_bytes:
+        if sum(self.shares) > arena.stride_bytes:
             raise ConfigError(
-                f"{self.ranks} shares of {self.share_bytes} bytes do not fit slots of "
-                f"{arena.stride_bytes}"
+                f"shares of {self.shares} bytes do not fit slots of {arena.stride_bytes}"
             )
         self._arena, self._inline_bytes = arena, inline_bytes
         listener = wire.listen_at(self.path)
@@ -266,7 +265,7 @@ class RankServer:
             wire.PROTOCOL_VERSION,
             self._arena.slots,
             self._arena.stride_bytes,
-            hello.rank * self.share_bytes,
+            sum(self.shares[: hello.rank]),
             self._inline_bytes,
             self.last_load,
         )
@@ -282,16 +281,18 @@ class RankServer:
         self.changed.notify_all()
 
     def _objection(self, hello: wire.Hello) -> str:
+        if not 0 <= hello.rank < self.ranks:
+            return f"there is no rank {hello.rank}"
         wanted = {
             "version": wire.PROTOCOL_VERSION,
             "ranks": self.ranks,
-            "share_bytes": self.share_bytes,
+            "share_bytes": self.shares[hello.rank],
             "blocks": self.blocks,
         }
         for name, value in wanted.items():
             if getattr(hello, name) != value:
                 return f"{name} is {getattr(hello, name)} there and {value} at the manager"
-        return "" if 0 <= hello.rank < self.ranks else f"there is no rank {hello.rank}"
+        return ""
 
     def _look_after(self) -> None:
         """Ask those who owe us an answer whether they are still there; turn out who is not."""

@@ -81,9 +81,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clock = _Selector(limit_s, limit_turns, each_turn)
         self.made_tasks = 0
         super().__init__(self._clock)
-        self.set_task_factory(
-            lambda loop, coroutine, **more: _Task(coroutine, loop=loop, **more)
-        )
+        self.set_task_factory(lambda loop, coroutine, **more: _Task(coroutine, loop=loop, **more))
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""

@@ -17,9 +17,18 @@ collect_ignore_glob = [] if _found and _found.origin else ["test_*.py"]
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers."""
+    return made(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of five layers, three of which have a sliding window."""
+    return made(tmp_path_factory.mktemp("hybrid"), "hybrid")
+
+
+def made(path: Path, *how: str) -> Path:
     import subprocess
 
-    path = tmp_path_factory.mktemp("tiny")
-    program = [sys.executable, str(Path(__file__).parent / "models.py"), str(path)]
+    program = [sys.executable, str(Path(__file__).parent / "models.py"), str(path), *how]
     subprocess.run(program, check=True, timeout=300)
     return path

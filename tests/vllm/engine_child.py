@@ -35,6 +35,10 @@ class Child:
         connector = self.scheduler.connector
         return getattr(connector, "_flexkv_connector", connector).scheduler
 
+    def groups(self) -> int:
+        """KV cache groups of the engine."""
+        return len(self.scheduler.kv_cache_config.kv_cache_groups)
+
     def generate(
         self, prompts: list[list[int]], tokens: int, salts: list[str | None] | None = None
     ) -> dict[str, Any]:
@@ -222,6 +226,28 @@ class Child:
         engine.abort_request(["aborted"])
         self.settle()
         return computed
+
+    def hang_manager(self, before_load: bool) -> None:
+        """Have the manager's loop hang from now on, or from the next load on."""
+        import threading
+
+        self.hung = threading.Event()
+        side = self.flexkv
+        if not before_load:
+            side.kv.post(self.hung.wait)
+            return
+        allocated = side.allocated
+
+        def hang(request: Any, blocks: Any, loading: int) -> None:
+            if loading and not self.hung.is_set():
+                side.kv.post(self.hung.wait)
+            allocated(request, blocks, loading)
+
+        side.allocated = hang
+
+    def release_manager(self) -> None:
+        """Let it go on."""
+        self.hung.set()
 
     def hold_layers(self) -> None:
         """Hold the later layers of a load back until the first one has been waited for."""

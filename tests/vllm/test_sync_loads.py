@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engines import Engine, connector, prompt
@@ -13,8 +15,8 @@ pytestmark = [pytest.mark.timeout(600)]
 
 def test_the_first_layer_is_computed_while_later_ones_have_not_landed(tiny: Path) -> None:
     tokens = prompt(LONG, 7)
-    # a load that was waited for as a whole would end with load_wait_ms, and be computed
-    with Engine(tiny, connector(load="sync", chunk_bytes=65536, load_wait_ms=20_000)) as engine:
+    # a load that was waited for as a whole would end with engine_wait_ms, and be computed
+    with Engine(tiny, connector(load="sync", chunk_bytes=65536, engine_wait_ms=20_000)) as engine:
         cold = engine.generate(prompts=[tokens], tokens=ANSWER)
         assert engine.reset_local()
         engine.hold_layers()
@@ -52,3 +54,15 @@ def test_who_begins_alike_reads_nothing_of_a_load_that_failed(tiny: Path) -> Non
         got = engine.same_step(first=first, second=second, tokens=ANSWER)
         assert got == {"a": expected[0], "b": expected[1], "c": expected[1]}
         check_idle(engine)
+
+
+def test_synchronous_loads_are_refused_where_steps_overlap() -> None:
+    from flexkv.errors import ConfigError
+    from flexkv.integration.vllm.calls import refuse_sync
+
+    transfer = SimpleNamespace(kv_connector_extra_config={"load": "sync"})
+    for overlaps in (True, False):
+        scheduler = SimpleNamespace(async_scheduling=overlaps)
+        config = SimpleNamespace(kv_transfer_config=transfer, scheduler_config=scheduler)
+        with pytest.raises(ConfigError, match="no-async") if overlaps else nullcontext():
+            refuse_sync(config)

@@ -1,10 +1,9 @@
-"""The disk tier: blocks in preallocated slots of files, striped over directories, that survive the
-process.
+"""The disk tier: blocks in slots of files, striped over directories, that survive the process.
 
-`DiskBackend` (a StorageBackend with slot addressing): `open`, `read`, `write`, `discard`,
-`locate`, `aclose`. A write clears the slot's old record, moves the data, and only then writes the
-new record; a read is verified before it is said to have landed. There is no fsync on the way:
-checksums, bound to the key, decide what survived.
+`DiskBackend` (a slot-addressed store): `open`, `read`, `write`, `discard`, `locate`, `aclose`. A
+write clears the slot's old record, moves the data, and only then writes the new record; a read is
+verified before it is said to have landed. There is no fsync on the way: checksums, bound to the
+key, decide what survived.
 """
 
 from __future__ import annotations

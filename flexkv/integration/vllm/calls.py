@@ -11,7 +11,7 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from flexkv.errors import ConfigError
 from flexkv.integration.vllm.geometry import minor_version
@@ -34,7 +34,7 @@ class Calls:
     def open_side(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Become the scheduler's side or a worker's, as `role` says."""
         if role == KVConnectorRole.SCHEDULER:
-            _refuse_sync(vllm_config)
+            refuse_sync(vllm_config)
             _prefer_recompute(vllm_config)
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
         else:
@@ -60,7 +60,8 @@ class Calls:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See WorkerSide.register."""
-        self.worker.register(kv_caches, int(get_tp_group().rank_in_group))
+        stage, tensor_rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        self.worker.register(kv_caches, int(stage), int(tensor_rank))
 
     def handle_preemptions(self, *arguments: Any) -> None:
         """Called before each step's forward pass; old versions give a set of requests instead."""
@@ -127,6 +128,12 @@ class Calls:
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""
+        return self.scheduler.finished(request, (block_ids,)), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerSide.finished."""
         return self.scheduler.finished(request, block_ids), None
 
     def has_pending_push_work(self) -> bool:
@@ -155,7 +162,7 @@ class Calls:
             self._worker.close()
 
 
-def _refuse_sync(vllm_config: Any) -> None:
+def refuse_sync(vllm_config: Any) -> None:
     """Refuse synchronous loads where vLLM could not take back what was computed from failed ones.
 
     Raises:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from flexkv.errors import CapacityError, FlexKVError
 from flexkv.integration.vllm.events import NoEvents
+from flexkv.integration.vllm.groups import GroupTable
 from flexkv.integration.vllm.requests import State, Work, slots_of
 from flexkv.manager import KVManager
 from flexkv.ranks import RankServer
@@ -28,9 +29,15 @@ class Carrier:
     """
 
     def __init__(
-        self, manager: KVManager, server: RankServer, events: NoEvents, *, asynchronous: bool
+        self,
+        manager: KVManager,
+        server: RankServer,
+        groups: GroupTable,
+        events: NoEvents,
+        *,
+        asynchronous: bool,
     ) -> None:
-        self._manager, self._server, self._events = manager, server, events
+        self._manager, self._server, self._groups, self._events = manager, server, groups, events
         self._asynchronous, self._size = asynchronous, manager.config.tokens_per_block
         self.done: deque[Work] = deque()
         self.news = threading.Event()
@@ -38,13 +45,17 @@ class Carrier:
 
     def match(self, state: State, computed: int) -> Plan | None:
         """Look up what can be loaded behind `computed` tokens; None: nothing."""
-        # A step computes one token at least; vLLM takes it back from an asynchronous load.
+        # A step computes one token at least. vLLM takes it back from an asynchronous load, which
+        # it cannot do with a window: the block before may have been given up.
         plan = self._manager.get_match(
             state.tokens,
             namespace=state.namespace,
             computed_tokens=computed,
-            leave_tokens=0 if self._asynchronous else 1,
+            leave_tokens=0 if self._asynchronous and self._groups.by_block else 1,
+            groups=self._groups.cache,
         )
+        found = plan.offset + plan.matched
+        state.junction_tokens = plan.reach if plan.reach > found else 0
         if plan.matched:
             return plan
         plan.cancel()
@@ -59,19 +70,23 @@ class Carrier:
         computed: int,
     ) -> None:
         """Start a load of what lies behind `computed` tokens, by `plan` if it is still good."""
-        wanted = len(load.blocks) * self._size
         manager = self._manager
         try:
-            if plan is None or not plan.open or plan.matched != wanted:
+            if plan is None or not plan.open or plan.matched != load.tokens:
                 if plan is not None:
                     plan.cancel()
                 plan = manager.get_match(
-                    tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
+                    tokens[: computed + load.tokens],
+                    namespace=namespace,
+                    computed_tokens=computed,
+                    groups=self._groups.cache,
                 )
+            self._groups.check(plan, load)
             slots = slots_of(load.blocks, self._size)
             plan.tag = load.step, load.number
             load.transfer = manager.launch(plan, slots, layerwise=bool(load.number))
-            self._events.learn(plan.keys, load.naming, computed // self._size)
+            for keys, first, group in self._groups.loaded(plan):
+                self._events.learn(keys, load.naming, first, group)
         except FlexKVError as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
             self._report(load, tuple(load.blocks))
@@ -81,10 +96,13 @@ class Carrier:
     def put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         """Start a save."""
         try:
-            plan = self._manager.put_match(tokens, namespace=namespace)
+            plan = self._manager.put_match(
+                tokens, namespace=namespace, groups=self._groups.cache, held=save.held
+            )
             plan.tag = save.step, 0
             save.transfer = self._manager.launch(plan, slots_of(save.blocks, self._size))
-            self._events.learn(save.transfer.keys, save.naming)
+            for keys, first, group in self._groups.saved(save.transfer.keys, save.held):
+                self._events.learn(keys, save.naming, first, group)
         except FlexKVError as error:
             if isinstance(error, CapacityError):
                 self._manager.telemetry.add("refused_puts", 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv.integration.vllm.calls import Calls
@@ -20,8 +21,12 @@ from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVPromMetrics, FlexKVStats
 from flexkv.integration.vllm.options import Options
 
+_OfGroups: Any = object
+if hasattr(base, "KVConnectorTransferResults"):  # else a failed load cannot be told by request
+    _OfGroups = base.SupportsHMA
 
-class FlexKVConnector(Calls, KVConnectorBase_V1):
+
+class FlexKVConnector(Calls, KVConnectorBase_V1, _OfGroups):
     """Keeps the engine's KV blocks in host memory and on SSD, and brings matched prefixes back."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -35,9 +40,16 @@ class FlexKVConnector(Calls, KVConnectorBase_V1):
         assert isinstance(news, StepNews)
         return news
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See WorkerSide.ends; with requests whose loads have failed as a whole."""
+        sent, received = self.get_finished(finished_req_ids)
+        news = self._news()
+        failed = set() if news is None else news.failed_requests
+        return base.KVConnectorTransferResults(sent or set(), received or set(), failed)
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """See SyncLoads.pool."""
-        self.scheduler.sync_loads.pool = gpu_block_pool
+        """See SchedulerSide.bind."""
+        self.scheduler.bind(gpu_block_pool)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -30,6 +30,7 @@ from flexkv.telemetry import log
 SPARE_NAMES = 65_536  # names of blocks that are in no tier (yet, or between two)
 CPU = getattr(kv_events, "MEDIUM_CPU", "CPU")
 STORAGE = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+_VISIT_S = 0.05  # a busy loop is asked again with the next step
 _LOCAL = {"locality": "LOCAL"}
 _STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
@@ -140,7 +141,11 @@ class EventTranslator(NoEvents):
         """See NoEvents."""
         if not self._stream.pending and not self._learned:
             return []
-        happened = self._kv.visit(self._stream.take) if self._stream.pending else []
+        try:
+            asked = self._stream.pending
+            happened = self._kv.visit(self._stream.take, timeout_s=_VISIT_S) if asked else []
+        except TimeoutError:  # it is busy, or hangs: with one of the next steps
+            return []
         # in this order: whatever was stored by then has been learned by then
         events: list[KVCacheEvent] = []
         while self._learned:

@@ -29,9 +29,10 @@ class Options:
     request that still runs whenever so many tokens are new; 0: only at its end. `socket`: where
     workers join (default: in a private directory). `axes`: letters of the KV tensors, for layouts
     that are not declared. `rank_timeout_ms`: how long a worker may be silent while it owes a copy.
-    `load_wait_ms`: how long a worker waits for a synchronous load before it is computed instead.
-    `min_load_tokens`: shorter hits are computed instead. `metrics_port`: where flexkv's own metrics
-    can be read on 127.0.0.1 (0: nowhere).
+    `match_timeout_ms`: how long the scheduler waits for an answer, `engine_wait_ms`: how long
+    a load or save may take, before they are given up and the engine computes. `min_load_tokens`:
+    shorter hits are computed instead. `metrics_port`: where flexkv's own metrics can be read on
+    127.0.0.1 (0: nowhere).
     """
 
     load: str = "async"
@@ -40,7 +41,8 @@ class Options:
     socket: str = ""
     axes: str = ""
     rank_timeout_ms: int = 1000
-    load_wait_ms: int = 30_000
+    match_timeout_ms: int = 1000
+    engine_wait_ms: int = 60_000
     min_load_tokens: int = 0
     metrics_port: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class Options:
         filled = {
             "model": str(model.model),
             "revision": ",".join(weights),
-            "rank": f"tp{geometry.ranks},pp1",
+            "rank": geometry.ranks_label,
             **self.settings,
             "spec": geometry.whole,
             "tokens_per_block": geometry.tokens_per_block,
@@ -90,9 +92,7 @@ class Options:
             "device_options": {"server": server},
         }
         config = FlexKVConfig.load(**filled)
-        parallel = vllm_config.parallel_config
-        if parallel.data_parallel_size > 1:  # a directory has one owner
-            replica = f"dp{parallel.data_parallel_rank}"
-            dirs = tuple(directory / replica for directory in config.disk_dirs)
+        if geometry.replica:  # a directory has one owner; the first replica's is the one named
+            dirs = tuple(directory / f"dp{geometry.replica}" for directory in config.disk_dirs)
             config = config.model_copy(update={"disk_dirs": dirs})
         return config

@@ -26,6 +26,10 @@ class Work:
     blocks: list[int]
     is_load: bool
     step: int = 0  # of the engine, from which on the request has the blocks
+    tokens: int = 0  # from the request's first one on, or of a load: those it brings
+    parts: tuple[int, ...] = ()  # tokens of each group; their blocks stand one behind the other
+    held: list[Any] | None = None  # see groups.Found
+    kept: list[Any] = field(default_factory=list)
     number: int = 0  # of a load that the workers wait for themselves
     silent: bool = False  # vLLM is not to be told: it does not wait
     failed: tuple[int, ...] = ()
@@ -61,6 +65,7 @@ class State:
     plan: Plan | None = None
     load: Work | None = None
     known_tokens: int = 0  # leading tokens that the cache held when it was asked
+    junction_tokens: int = 0  # leading tokens of which it lacked nothing but a window
     load_failed: bool = False
 
     def read(self, request: Any) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ them that a save still reads are withdrawn from it, see `flexkv.ranks.gates`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,8 @@ class _Running:
 
 
 class Saves:
-    """Puts the finished blocks of running requests every so many tokens (0: never).
+    """Puts the finished blocks of running requests every so many tokens (0: never), of models with
+    one group.
 
     Args:
         size: tokens per block.
@@ -43,7 +44,7 @@ class Saves:
         self,
         every_tokens: int,
         size: int,
-        start: Callable[[Any, State, list[int]], Work],
+        start: Callable[[Any, State, Sequence[list[int]], int], Work],
         *,
         prompt_only: bool,
     ) -> None:
@@ -102,7 +103,7 @@ class Saves:
             whole = min(tokens, limit) // self._size
             if whole * self._size >= max(running.asked_tokens, state.known_tokens) + self._every:
                 running.asked_tokens = whole * self._size
-                save = self._start(request, state, running.blocks[:whole])
+                save = self._start(request, state, [running.blocks], whole)
                 save.silent = True
                 running.saves.append(save)
 
@@ -126,7 +127,7 @@ class Saves:
             if running is not None and save in running.saves:
                 running.saves.remove(save)
                 running.state.known_tokens = max(running.state.known_tokens, save.moved_tokens)
-                if save.moved_tokens < len(save.blocks) * self._size:  # try again some time
+                if save.moved_tokens < save.tokens:  # try again some time
                     running.asked_tokens = running.state.known_tokens
             return False
         left = self._leaving.pop(save.request, 1) - 1

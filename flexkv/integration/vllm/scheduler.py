@@ -11,15 +11,19 @@ more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from flexkv.errors import FlexKVError
 from flexkv.integration.vllm.carrier import Carrier
 from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
+from flexkv.integration.vllm.groups import GroupTable
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
+from flexkv.integration.vllm.overdue import Overdue
 from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
 from flexkv.integration.vllm.sync_loads import SyncLoads
@@ -30,6 +34,7 @@ from flexkv.telemetry import log
 _JOIN_S = 10.0
 _IDLE_S = 0.002
 _RESET_MS = 10_000
+_HANGS_S = 0.01  # to see whether a manager that did not answer does so again
 _WHOLE_ENDS = ("STOP", "LENGTH")  # reasons after which a request's blocks are complete
 
 
@@ -44,10 +49,11 @@ class SchedulerSide:
         self._options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
+        self._groups = GroupTable(geometry)
+        self._asynchronous = self._options.load == "async" or not self._groups.by_block
         self._server = RankServer(
             self._options.socket_path(vllm_config),
-            ranks=geometry.ranks,
-            share_bytes=geometry.share.block_bytes,
+            shares=[geometry.share(rank).block_bytes for rank in range(geometry.ranks)],
             blocks=geometry.blocks,
             timeout_ms=self._options.rank_timeout_ms,
         )
@@ -57,14 +63,17 @@ class SchedulerSide:
         self.kv.register(None)
         if not self._server.wait_ready(_JOIN_S):
             log.warning("vllm.workers_missing", ranks=geometry.ranks)
+        at_end = self._options.save == "none" or not self._groups.by_block
         self._saves = Saves(
-            0 if self._options.save == "none" else self._options.save_every_tokens,
+            0 if at_end else self._options.save_every_tokens,
             self._size,
             self._save,
             prompt_only=self._options.save == "prompt",
         )
         self._states: dict[str, State] = {}
         self._step = self._pending = 0
+        self._hangs = False  # the manager did not answer the last time
+        self._overdue = Overdue(self._options.engine_wait_ms / 1e3)
         self._awaiting_step = 0  # the one that the last load waits for
         self.sync_loads = SyncLoads(self._size)
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
@@ -72,11 +81,17 @@ class SchedulerSide:
         self._carrier = Carrier(
             self.kv.manager,
             self._server,
+            self._groups,
             self._events,
-            asynchronous=self._options.load == "async",
+            asynchronous=self._asynchronous,
         )
 
     # --- vLLM's thread
+
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self.sync_loads.pool = pool
+        self._groups.bind(pool)
 
     def arrived(self, request: Any) -> None:
         """Take in a new request: its tokens become an array here, not when it is scheduled."""
@@ -100,16 +115,20 @@ class SchedulerSide:
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
+            wait_s = _HANGS_S if self._hangs else self._options.match_timeout_ms / 1e3
             try:
-                plan = self.kv.visit(self._carrier.match, state, computed)
-            except FlexKVError as error:
+                plan = self.kv.visit(self._carrier.match, state, computed, timeout_s=wait_s)
+            except (FlexKVError, TimeoutError) as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
+                self._hangs = isinstance(error, TimeoutError)
                 return 0, False
+            self._hangs = False
             state.asked, state.plan = question, plan
+            self._groups.keep_window(request, state.junction_tokens)
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
-        return state.plan.matched, self._options.load == "async"
+        return state.plan.matched, self._asynchronous
 
     def allocated(self, request: Any, blocks: Any, loading: int) -> None:
         """Start the load of `loading` tokens into the request's blocks; 0: there is none."""
@@ -123,16 +142,19 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        held = blocks.get_block_ids()[0]
-        load = Work(request.request_id, list(held[first:last]), True, step=self._step + 1)
-        if self._options.load == "sync":
-            self.sync_loads.begin(load, state, computed, held)
+        held = blocks.get_block_ids()
+        parts = self._groups.to_load(held, first, last)
+        load = Work(request.request_id, list(chain.from_iterable(parts)), True, self._step + 1)
+        load.tokens, load.parts = loading, tuple(len(part) * self._size for part in parts)
+        if not self._asynchronous:
+            self.sync_loads.begin(load, state, computed, held[0])
             self._server.last_load = load.number
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
         self._awaiting_step = self._step + 1
         self._pending += 1
+        self._overdue.add(load)
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
         self.kv.post(self._carrier.launch, load, plan, state.tokens, state.namespace, computed)
@@ -148,6 +170,10 @@ class SchedulerSide:
             if not self._carrier.done:
                 self._carrier.news.wait(_IDLE_S)
         withdrawn = self._saves.scheduled(output)
+        for late in self._overdue.take():
+            log.error("vllm.given_up", request=late.request, blocks=len(late.blocks))
+            withdrawn += late.blocks
+            self._carrier.done.append(late)
         awaited = self.sync_loads.take_awaited()
         news = StepNews(self._step, awaited=awaited, withdrawn=withdrawn)
         while self._carrier.done:
@@ -155,7 +181,9 @@ class SchedulerSide:
             if work is None:
                 continue
             (news.received if work.is_load else news.sent).add(work.request)
-            if not work.number:  # of those the workers know by themselves
+            if work.failed and not self._groups.by_block:
+                news.failed_requests.add(work.request)
+            elif not work.number:  # of those the workers know by themselves
                 news.failed.update(work.failed)
         return news
 
@@ -175,8 +203,10 @@ class SchedulerSide:
             setattr(output, name, {*(getattr(output, name) or ()), work.request})
         self._saves.computed()
 
-    def finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Forget a request; store its blocks. True: they stay in use until its end is reported."""
+    def finished(self, request: Any, block_ids: Sequence[list[int]]) -> bool:
+        """Forget a request; store its blocks, given by group. True: they stay in use until its end
+        is reported.
+        """
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
@@ -196,19 +226,24 @@ class SchedulerSide:
         usable = min(request.num_tokens - 1, request.num_computed_tokens)
         if self._options.save == "prompt":
             usable = min(usable, request.num_prompt_tokens)
-        count = min(usable // self._size, len(block_ids))
-        covered = max([state.known_tokens, *(len(save.blocks) * self._size for save in saves)])
+        count = self._groups.complete(block_ids, usable // self._size)
+        covered = max([state.known_tokens, *(save.tokens for save in saves)])
         if count * self._size > covered:
-            saves.append(self._save(request, state, list(block_ids[:count])))
+            saves.append(self._save(request, state, block_ids, count))
         return self._saves.wait_for(name, saves)
 
-    def _save(self, request: Any, state: State, blocks: list[int]) -> Work:
-        """Store a request's first blocks."""
-        save = Work(request.request_id, blocks, False, step=self._step)
+    def _save(self, request: Any, state: State, block_ids: Sequence[list[int]], count: int) -> Work:
+        """Store a request's first `count` blocks, given by group."""
+        # of windows, those before places where the next request may part from this one
+        ends = request.num_prompt_tokens, request.num_prompt_tokens - 1, state.junction_tokens
+        found = self._groups.to_save(request, block_ids, count, ends)
+        save = Work(request.request_id, found.blocks, False, self._step, count * self._size)
+        save.held, save.kept = found.held, found.kept
         self._pending += 1
+        self._overdue.add(save)
         self._metrics.add("saves")
-        tokens = state.read(request)[: len(blocks) * self._size]
-        save.naming = self._events.naming(request, tokens, len(blocks))
+        tokens = state.read(request)[: save.tokens]
+        save.naming = self._events.naming(request, tokens, count)
         self.kv.post(self._carrier.put, save, tokens, state.namespace)
         return save
 
@@ -251,8 +286,11 @@ class SchedulerSide:
 
     def _settle(self, work: Work) -> Work | None:
         """Book the end of a load or save; None if nobody is to be told."""
+        if work.reported:  # it was given up
+            return None
         self._pending -= 1
         work.reported = True
+        self._groups.give_back(work.kept)
         self._metrics.count(work, self._size)
         if not work.is_load:
             return work if self._saves.over(work) else None

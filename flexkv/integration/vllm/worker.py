@@ -29,8 +29,8 @@ class WorkerSide:
         self._awaited: list[tuple[int, list[int]]] = []
         self._failed: set[int] = set()
 
-    def register(self, kv_caches: dict[str, Any], rank: int) -> None:
-        """Describe the worker's KV memory and begin to join.
+    def register(self, kv_caches: dict[str, Any], stage: int, tensor_rank: int) -> None:
+        """Describe the memory of this worker, of a pipeline stage, and begin to join.
 
         Raises:
             LayoutError: its layout is not declared for this vLLM, or does not match the model.
@@ -41,12 +41,13 @@ class WorkerSide:
         on_cpu = tensor.device.type == "cpu"
         axes = self._options.axes or declared_axes(self._version, tensor.dim(), on_cpu=on_cpu)
         self.close()
+        rank = self._geometry.rank(stage, tensor_rank)
         self._agent = RankAgent(
             self._path,
             rank=rank,
             ranks=self._geometry.ranks,
-            kv_caches=kv_caches,
-            spec=self._geometry.share,
+            kv_caches=self._geometry.tensors(kv_caches),
+            spec=self._geometry.share(rank),
             axes=axes,
             device=tensor.device.type,
         )
@@ -75,7 +76,7 @@ class WorkerSide:
         What attention has read of a load that fails later does no harm: vLLM looks at its failed
         blocks after the step, and drops what the step computed from them.
         """
-        timeout_s, agent = self._options.load_wait_ms / 1e3, self._agent
+        timeout_s, agent = self._options.engine_wait_ms / 1e3, self._agent
         coming = []
         for number, blocks in self._awaited:
             failed = None

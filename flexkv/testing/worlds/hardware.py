@@ -180,12 +180,7 @@ class Hardware:
 
     def written(self, kind: str) -> set[int]:
         """Numbers of the cells of a kind that are being written."""
-        return {
-            number
-            for batch in self.in_flight
-            for cell, number in batch.writes
-            if cell == kind
-        }
+        return {number for batch in self.in_flight for cell, number in batch.writes if cell == kind}
 
 
 def _name(cell: Cell) -> str:

@@ -195,9 +195,7 @@ class Life:
                 self.memory.write(block, content)
         return loan
 
-    async def _follow_put(
-        self, number: int, transfer: Transfer, loan: Loan, durable: bool
-    ) -> None:
+    async def _follow_put(self, number: int, transfer: Transfer, loan: Loan, durable: bool) -> None:
         try:
             result: PutResult = await self._listen(number, transfer)
         except (*_EXPECTED, ClosedError) as error:
@@ -229,9 +227,7 @@ class Life:
         self._look_at(plan)
         self._launch_get(number, plan, path, namespace)
 
-    def _launch_get(
-        self, number: int, plan: Plan, path: Path, namespace: tuple[str, ...]
-    ) -> None:
+    def _launch_get(self, number: int, plan: Plan, path: Path, namespace: tuple[str, ...]) -> None:
         loan = self.memory.lend(plan.matched // TOKENS, f"get #{number}", written=True)
         if loan is None:
             plan.cancel()
@@ -375,9 +371,7 @@ class Life:
         """From here on blocks may be missing: by a fault, or because a put was cancelled."""
         self.perfect = False
 
-    def _follow(
-        self, number: int, transfer: Transfer, work: Coroutine[Any, Any, None]
-    ) -> None:
+    def _follow(self, number: int, transfer: Transfer, work: Coroutine[Any, Any, None]) -> None:
         self.transfers[number] = transfer
         self._followers.append(asyncio.get_running_loop().create_task(work))
 

@@ -60,9 +60,7 @@ def _drop_steps(story: Story, fails: Fails) -> Story:
     return story
 
 
-def _take_first(
-    story: Story, fails: Fails, variants: Callable[[Story], Iterator[Story]]
-) -> Story:
+def _take_first(story: Story, fails: Fails, variants: Callable[[Story], Iterator[Story]]) -> Story:
     """Go on to the first variant that fails, until none does."""
     while True:
         for variant in variants(story):

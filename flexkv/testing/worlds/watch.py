@@ -177,7 +177,9 @@ class Watch:
             known.update(discard.slots.tolist())
         filled = np.flatnonzero(table.sequences).tolist()
         if not known.issuperset(filled):
-            self._journal.accuse("outside", f"disk{sorted(set(filled) - known)} hold forgotten keys")
+            self._journal.accuse(
+                "outside", f"disk{sorted(set(filled) - known)} hold forgotten keys"
+            )
         ready = index.states(1, here) == READY
         wrong = table.filled(slots[ready])
         wrong &= (table.keys[slots[ready]] != index.keys(here[ready])).any(axis=1)
