@@ -74,9 +74,7 @@ class Planner:
     # matching
 
     def match(self, groups: Sequence[GroupKeys], first: int = 0) -> Match:
-        """Pin and return the longest prefix of which every block that is needed is readable
-        somewhere, from block `first` on; see `flexkv.groups`.
-        """
+        """Pin and return the longest prefix whose needed blocks are all readable somewhere."""
         found = grouped.match(self.index, groups, first)
         for blocks in found.blocks:
             self.index.pin(blocks)
