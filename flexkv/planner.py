@@ -74,9 +74,7 @@ class Planner:
     # matching
 
     def match(self, groups: Sequence[GroupKeys], first: int = 0) -> Match:
-        """Pin and return the longest prefix of which every block that is needed is readable
-        somewhere, from block `first` on; see `flexkv.groups`.
-        """
+        """Pin and return the longest prefix whose needed blocks are all readable somewhere."""
         found = grouped.match(self.index, groups, first)
         for blocks in found.blocks:
             self.index.pin(blocks)
@@ -102,7 +100,7 @@ class Planner:
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
         if np.count_nonzero(in_host) == count:
-            if device_blocks is None:
+            if device_blocks is None or count == 0:
                 graph = TransferGraph((), blocks, keys, in_host, goal, priority)
                 return GetPlan(graph, None, by_tier)
             source = Span(HOST, self.index.slots(self.host.number, blocks))
@@ -157,8 +155,14 @@ class Planner:
         overlap.
 
         A block that finds a host slot is promoted on the way; the others pass through staging
-        memory.
+        memory. One that a store has lost since it was matched does not arrive, and nothing behind
+        it is read.
         """
+        lost = np.ones(len(far), np.bool_)
+        for store in self.stores:
+            lost &= self.index.states(store.number, blocks[far]) != READY
+        if lost.any():
+            far = far[: int(lost.argmax())]
         absent = far[states[far] == ABSENT]
         slots, saves, waits = self._host_room(len(absent))
         promoted = absent[: len(slots)]
@@ -193,7 +197,6 @@ class Planner:
                         Span(DEVICE, device_blocks[direct]),
                     )
                     ops.append(Copy(source, target, direct))
-        assert len(far) == 0, "a matched block is readable in no tier"
         return saves
 
     # put

@@ -268,6 +268,10 @@ class SchedulerSide:
             return False
         return True
 
+    def abandon(self) -> None:
+        """Part from the workers: nothing can be copied into or out of them any more."""
+        self._server.close()
+
     def close(self) -> None:
         """Close the manager. Twice is fine."""
         self._metrics.close()
