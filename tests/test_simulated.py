@@ -148,6 +148,7 @@ def test_time_follows_the_formula() -> None:
         for stream in streams:
             last[stream] = device.compute(stream, 30 if stream else 70)
     assert all(device.synchronize(stream, number) == 0 for stream, number in last.items())
+    over_ns = time.monotonic_ns()
     records = device.history()
     device.close()
     assert len(records) == 20
@@ -159,6 +160,15 @@ def test_time_follows_the_formula() -> None:
         assert record["start_ns"] == max(record["submitted_ns"], ready[stream], free)
         assert record["finish_ns"] - record["start_ns"] == (30_000 if stream else 70_000)
         free = ready[stream] = int(record["finish_ns"])
+    assert over_ns >= free
+
+
+def test_work_is_over_at_its_finish_and_not_when_its_bytes_have_landed() -> None:
+    device = Device()
+    stream = device.open_stream()
+    assert device.synchronize(stream, device.compute(stream, 30_000)) == 0
+    assert time.monotonic_ns() >= device.history()[-1]["finish_ns"]
+    device.close()
 
 
 async def test_copies_take_latency_and_bandwidth_and_land_before_they_are_told() -> None:

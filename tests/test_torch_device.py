@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -69,20 +71,21 @@ async def test_batches_longer_than_the_staging_buffers_go_in_pieces(staging_byte
 async def test_what_the_device_computes_is_copied_when_it_is_computed() -> None:
     """A copy waits for the kernels that were queued before it."""
     async with opened() as (backend, arena):
-        await _copies_see_what_was_computed(backend, arena)
-
-
-async def _copies_see_what_was_computed(backend: ToyBackend, arena: Arena) -> None:
-    tensors = caches()
-    region = backend.make_region(tensors, SPEC, "PBNHD")
-    ids = np.arange(8, dtype=np.uint32)
-    for value in range(1, 6):
+        tensors = caches()
+        region = backend.make_region(tensors, SPEC, "PBNHD")
+        ids = np.arange(8, dtype=np.uint32)
+        computing = threading.Event()
+        TOY.current_stream().queue(computing.wait)
         with TOY.stream(TOY.current_stream()):
             for tensor in tensors:
-                tensor.copy_(torch.full(tensor.shape, float(value)))
-        await backend.copy(BlockCopy(region, ids, ids, False))
+                tensor.copy_(torch.full(tensor.shape, 5.0))
+        copying = asyncio.ensure_future(backend.copy(BlockCopy(region, ids, ids, False)))
+        await asyncio.wait([copying], timeout=0.2)
+        assert not copying.done()
+        computing.set()
+        await copying
         for slot in range(8):
-            assert (arena.view(slot)[: SPEC.block_bytes].view(np.float16) == value).all()
+            assert (arena.view(slot)[: SPEC.block_bytes].view(np.float16) == 5).all()
 
 
 def test_the_toy_defers_so_that_a_backend_cannot_cheat() -> None:
