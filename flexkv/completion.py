@@ -144,8 +144,7 @@ class Completions:
         self.hub: CData = lib.fx_hub_open(tickets)
         if self.hub == ffi.NULL:
             raise _os_error(f"cannot make a hub of {tickets} tickets")
-        self._crew: CData = ffi.NULL
-        self._crew_size = (crew_threads, crew_queue)
+        self._crew, self._crew_size = ffi.NULL, (crew_threads, crew_queue)
         self.wakeups = 0
         self._tickets = tickets
         self._open: dict[int, tuple[Ticket, object]] = {}
@@ -160,7 +159,7 @@ class Completions:
 
     @property
     def crew(self) -> CData:
-        """The crew (fx_crew*). Its threads start with the first work; FlexKVError if they cannot."""
+        """The crew (fx_crew*). Its threads start with the first work, or FlexKVError."""
         if self._crew == ffi.NULL and not self._closed:
             self._crew = lib.fx_crew_open(*self._crew_size)
             if self._crew == ffi.NULL:

@@ -74,9 +74,7 @@ class Planner:
     # matching
 
     def match(self, groups: Sequence[GroupKeys], first: int = 0) -> Match:
-        """Pin and return the longest prefix of which every block that is needed is readable
-        somewhere, from block `first` on; see `flexkv.groups`.
-        """
+        """Pin and return the longest prefix whose needed blocks are all readable somewhere."""
         found = grouped.match(self.index, groups, first)
         for blocks in found.blocks:
             self.index.pin(blocks)
@@ -102,7 +100,7 @@ class Planner:
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
         if np.count_nonzero(in_host) == count:
-            if device_blocks is None:
+            if device_blocks is None or count == 0:
                 graph = TransferGraph((), blocks, keys, in_host, goal, priority)
                 return GetPlan(graph, None, by_tier)
             source = Span(HOST, self.index.slots(self.host.number, blocks))

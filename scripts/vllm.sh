@@ -45,6 +45,7 @@ prepare_vllm() {
     echo "$wanted" >$vllm_venv/.packages
   fi
   install_flexkv $vllm_venv
+  install_plugins $vllm_venv
   vllm_python=$PWD/$vllm_venv/bin/python
   # Without Intel's OpenMP in front every torch operation may wait milliseconds for the other one's threads.
   export LD_PRELOAD="$vllm_cache/lib/libiomp5.so${LD_PRELOAD:+:$LD_PRELOAD}"

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from flexkv.background import Discarder
 from flexkv.backends.disk import DiskBackend
+from flexkv.background import Discarder
 from flexkv.engine import Engine
 from flexkv.ledger import Discard
 from flexkv.model import DEVICE, IOStatus, Statuses

@@ -80,7 +80,7 @@ OUTSIDE = {
     "structlog": "telemetry",
     "prometheus_client": "telemetry integration",
     "typer": "cli",
-    "rich": "cli",
+    "rich": "cli testing",
     "pickle": "",
     "time": "completion ranks bench cli integration testing",
     "random": "testing bench cli",

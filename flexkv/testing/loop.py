@@ -13,6 +13,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from anyio._backends._asyncio import CancelScope
+
 T = TypeVar("T")
 
 
@@ -51,8 +53,7 @@ class _Task(asyncio.Task[Any]):
 
     def __init__(self, coroutine: Any, *, loop: asyncio.AbstractEventLoop, **more: Any) -> None:
         assert isinstance(loop, VirtualLoop)
-        loop.made_tasks += 1
-        self._number = loop.made_tasks  # first: making a task puts it into a set
+        self._number = loop.next_number()  # first: making a task puts it into a set
         super().__init__(coroutine, loop=loop, **more)
 
     def __hash__(self) -> int:
@@ -79,7 +80,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         limit_turns: int = 1_000_000,
     ) -> None:
         self._clock = _Selector(limit_s, limit_turns, each_turn)
-        self.made_tasks = 0
+        self._numbers = 0
         super().__init__(self._clock)
         self.set_task_factory(lambda loop, coroutine, **more: _Task(coroutine, loop=loop, **more))
 
@@ -92,7 +93,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """How often the loop has turned."""
         return self._clock.turns
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def next_number(self) -> int:
+        """A number for something that was made on this loop: 1, 2, 3, ..."""
+        self._numbers += 1
+        return self._numbers
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> Any:
         """Refuse: what other threads do cannot happen again the same way.
 
         Raises:
@@ -128,3 +136,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if left:
             self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.run_until_complete(self.shutdown_asyncgens())
+
+
+_scope_numbers: dict[int, int] = {}  # of cancel scopes made on virtual loops, by id
+
+
+def _number_scopes() -> None:
+    """Make cancel scopes of virtual loops hash to their number, as tasks do: anyio keeps them in
+    sets, whose order is that of their addresses otherwise. Other scopes stay as they are.
+    """
+    begin, usual = CancelScope.__init__, CancelScope.__hash__
+
+    def init(self: CancelScope, *arguments: Any, **keywords: Any) -> None:
+        begin(self, *arguments, **keywords)
+        loop = asyncio._get_running_loop()
+        if isinstance(loop, VirtualLoop):
+            _scope_numbers[id(self)] = loop.next_number()
+        else:
+            _scope_numbers.pop(id(self), None)
+
+    def number(self: object) -> int:
+        return _scope_numbers.get(id(self)) or usual(self)
+
+    CancelScope.__init__ = init  # type: ignore[method-assign]
+    CancelScope.__hash__ = number  # type: ignore[method-assign]
+
+
+_number_scopes()

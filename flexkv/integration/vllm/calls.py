@@ -173,6 +173,8 @@ def refuse_sync(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if Options.read(extra).load != "sync":
         return
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError('load "sync" serves no pipeline stages, whose steps overlap; use "async"')
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):
         raise ConfigError(
             'load "sync" needs each step to end before the next is scheduled: start vLLM with '

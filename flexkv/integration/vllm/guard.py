@@ -48,7 +48,7 @@ class Guard:
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """See SchedulerSide.matched_tokens."""
-        nothing: tuple[int | None, bool] = (0, False)
+        nothing: tuple[int | None, bool] = 0, False
         answer = self._try(self.side.matched_tokens, nothing, request, computed)
         self._answers[request.request_id] = computed, answer[1]
         return answer

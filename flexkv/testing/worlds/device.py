@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +25,7 @@ SPEC = KVSpec.uniform(LAYERS, 1, HEAD_SIZE, "uint8", tokens_per_block=TOKENS)
 BLOCK_BYTES = SPEC.block_bytes
 assert BLOCK_BYTES == 64, "contents are digests of this size"
 _JUNK = 0xDB
+CLOSE_S = 30.0
 
 
 class Memory:
@@ -129,11 +131,16 @@ class WorldDevice(CpuBackend):
         if not batch.to_device:
             for slot in slots:
                 self._arena.view(slot)[:BLOCK_BYTES] = 0xEE
-        ticket = hardware.start(place, reads, writes, land, late=fault == "late")
+        ticket = hardware.start(place, reads, writes, land, fault=fault)
         self._tickets.add(ticket)  # `aclose` waits for it, whoever gives up
         await ticket
         if fault == "EIO":
             raise TransferError(f"a copy of {len(blocks)} blocks stopped after {count}")
+
+    async def aclose(self) -> None:
+        """Wait for what is in flight, but not for what never lands."""
+        with anyio.move_on_after(CLOSE_S):
+            await super().aclose()
 
     def _move(self, batch: BlockCopy, count: int) -> None:
         planes, layers, _ = PackedRegion(batch.region).select(batch.layers)

@@ -146,7 +146,7 @@ class _PlatterEngine:
         if not moves.write:
             for at in places:  # nobody may take a slot for filled while bytes are on their way
                 self._arena.view(at)[:] = 0xEE
-        ticket = self._hardware.start(place, reads, writes, land, late=fault == "late")
+        ticket = self._hardware.start(place, reads, writes, land, fault=fault)
         self._tickets.add(ticket)
         await ticket
         return results
@@ -226,7 +226,7 @@ class _PlatterCrew(Crew):
                     self._platter.write_record(slot, rows[number])
 
         writes = [("record", slot) for slot in slots]
-        await self._hardware.start("record", (), writes, land, late=fault == "late")
+        await self._hardware.start("record", (), writes, land, fault=fault)
         return results
 
 

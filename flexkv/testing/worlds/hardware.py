@@ -12,10 +12,11 @@ import errno
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flexkv._core import lib
-from flexkv.completion import Completions, Ticket
+from flexkv.completion import Ticket
+from flexkv.protocols import Services
 from flexkv.testing.worlds.chance import Chance
 
 Cell = tuple[str, int]
@@ -23,6 +24,7 @@ Cell = tuple[str, int]
 # seconds; the first ones are the usual ones
 LATENCIES_S = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
 LATE_S = 7.0  # beyond the deadline of a transfer
+NEVER_S = 1e6  # beyond the end of the world
 
 
 class Violation(Exception):
@@ -78,14 +80,14 @@ class Batch:
     land: Callable[[], None]
     ticket: Ticket
     number: int = 0
-    landed: bool = field(default=False)
 
 
 class Hardware:
     """Everything that moves bytes in one life of a manager."""
 
-    def __init__(self, completions: Completions, chance: Chance, journal: Journal) -> None:
-        self.completions, self.journal = completions, journal
+    def __init__(self, services: Services, chance: Chance, journal: Journal) -> None:
+        self.completions, self.arena, self.journal = services.completions, services.arena, journal
+        self.stuck = False  # some batch never lands
         self.faults: list[Fault] = []
         self.in_flight: dict[Batch, None] = {}
         self.moved = 0  # batches begun or landed: something may have changed
@@ -119,8 +121,7 @@ class Hardware:
         writes: Iterable[Cell],
         land: Callable[[], None],
         *,
-        late: bool = False,
-        error: int = 0,
+        fault: str = "",
     ) -> Ticket:
         """Put a batch in flight; `land` is called when it comes down, then its ticket completes.
 
@@ -134,26 +135,21 @@ class Hardware:
         self._enter(batch)
         cells = batch.writes or batch.reads
         delay_s = self._chance.pick(LATENCIES_S, place, cells[0][1] if cells else 0)
-        delay_s = LATE_S if late else delay_s
+        delay_s = {"late": LATE_S, "never": NEVER_S}.get(fault, delay_s)
+        self.stuck |= fault == "never"
         self.journal.write("begin", place, *_names(batch), f"for {delay_s * 1e3:g} ms")
         if delay_s:
-            self.completions.call_later(delay_s, self._land, batch, error)
+            self.completions.call_later(delay_s, self._land, batch)
         else:
-            self._land(batch, error)
+            self._land(batch)
         return ticket
 
-    def _land(self, batch: Batch, error: int) -> None:
-        if batch.landed:
-            return
-        batch.landed = True
+    def _land(self, batch: Batch) -> None:
         self.moved += 1
         batch.land()
         self._leave(batch)
         self.journal.write("land", batch.place, *_names(batch))
-        if error:
-            self.completions.fail(batch.ticket, error)
-        else:
-            lib.fx_complete(batch.ticket.address)
+        lib.fx_complete(batch.ticket.address)
 
     def _enter(self, batch: Batch) -> None:
         self.in_flight[batch] = None

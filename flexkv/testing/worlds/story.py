@@ -17,11 +17,11 @@ Path = tuple[int, ...]  # a prompt: which branch it takes at each block
 PAUSES_MS = (0.0, 0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0)
 NAMESPACES = ((), ("tenant-7",))
 FAULTS = {
-    "read": ("EIO", "short", "flip", "late"),
-    "write": ("EIO", "ENOSPC", "short", "lost", "flip", "late"),
-    "record": ("EIO", "torn", "lost", "late"),
-    "gather": ("EIO", "refuse", "late"),
-    "scatter": ("EIO", "refuse", "late"),
+    "read": ("EIO", "short", "flip", "late", "never"),
+    "write": ("EIO", "ENOSPC", "short", "lost", "flip", "late", "never"),
+    "record": ("EIO", "torn", "lost", "late", "never"),
+    "gather": ("EIO", "refuse", "late", "never"),
+    "scatter": ("EIO", "refuse", "late", "never"),
 }
 
 
@@ -94,8 +94,8 @@ class _Author:
             (self._cancel, 3),
             (self._leave, 2),
             (self._remove, 2),
-            (lambda: ("flush", {}), 1),
-            (lambda: ("reset", {}), 0.4),
+            (lambda: ("flush", self._wait()), 1),
+            (lambda: ("reset", self._wait()), 0.5),
             (lambda: ("reopen", {}), 0.5),
             (self._crash, 1),
             (self._fault, 5 if faulty else 0),
@@ -122,6 +122,7 @@ class _Author:
             ("in_flight", choose((1, 2, 16))),
             ("tickets", choose((16, 64, 64))),
             ("queue", choose((1, 4, 64))),
+            ("close_ms", choose((1000, 20_000))),
             ("evict_ratio", choose((0.25, 0.5)) if eager else 0.0),
         )
 
@@ -166,6 +167,9 @@ class _Author:
         if not self._plans:
             return self._match()
         return "cancel_plan", {"plan": self._random.choice(self._plans)}
+
+    def _wait(self) -> dict[str, Any]:
+        return {"wait": self._random.random() < 0.5}
 
     def _of_transfer(self) -> dict[str, Any]:
         return {"transfer": self._random.choice(self._transfers[-4:])}
