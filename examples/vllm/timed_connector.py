@@ -1,7 +1,8 @@
 """FlexKVConnector with a clock: how long vLLM's scheduler waits in each of its calls.
 
 Loaded by `kv_connector_module_path`, as `load.py --calls` does. When the engine ends, the times are
-written to the file named by CALLS_FILE: {call: [microseconds, ...]} in JSON.
+written to the file named by CALLS_FILE: {call: [microseconds, ...]} in JSON. "at work" is the part of
+it in which the thread had a core; the rest it waited for one, or for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 from flexkv.integration.vllm.connector import FlexKVConnector
 
+QUESTION = "get_num_new_matched_tokens"
 CALLS = (
     "on_new_request",
-    "get_num_new_matched_tokens",
+    QUESTION,
     "update_state_after_alloc",
     "build_connector_meta",
     "update_connector_output",
@@ -39,20 +41,32 @@ class TimedConnector(FlexKVConnector):
                 setattr(self, name, self._timed(name, getattr(self, name)))
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        clock = time.perf_counter
-
         def timed(*arguments: Any) -> Any:
-            start = clock()
+            start, worked = time.perf_counter(), time.thread_time()
             try:
                 return call(*arguments)
             finally:
-                self._times[self._kind(name, arguments)].append((clock() - start) * 1e6)
+                worked = time.thread_time() - worked
+                passed = time.perf_counter() - start
+                kind = self._kind(name, arguments)
+                self._times[kind].append(passed * 1e6)
+                if kind == QUESTION:
+                    self._times[f"{kind}, at work"].append(worked * 1e6)
+                    self._compare()
 
         return timed
 
+    def _compare(self) -> None:
+        """Time a few lines of Python that call nothing, at the same place: what a busy engine makes
+        of any work of this length.
+        """
+        start = time.perf_counter()
+        sum(range(8_000))
+        self._times["plain Python in its place"].append((time.perf_counter() - start) * 1e6)
+
     def _kind(self, name: str, arguments: tuple[Any, ...]) -> str:
         """Tell apart what costs different amounts by nature."""
-        if name == "get_num_new_matched_tokens":
+        if name == QUESTION:
             request = arguments[0].request_id
             if request in self._asked:
                 return f"{name}, asked again"
