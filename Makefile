@@ -20,7 +20,8 @@ bench: setup  ## index, copy, disk and end to end; `make bench DIR=/mnt/nvme`
 	@scripts/bench.sh $(DIR)
 
 lint: setup  ## ruff and mypy
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy \
+		&& .venv/bin/mypy plugins/flexkv-simulated/flexkv_simulated
 
 docs: setup  ## run what README and docs/ show
 	@.venv/bin/python -m pytest -q tests/test_docs.py

@@ -38,6 +38,7 @@ from flexkv.protocols import (
     BlockIO,
     DeviceBackend,
     DirectStorage,
+    LocatableStorage,
     Region,
     StorageBackend,
     as_statuses,
@@ -292,9 +293,9 @@ class Engine:
         """
         store, keys = self.stores[copy.source.place], run.graph.keys[positions]
         assert run.region is not None
-        if isinstance(self.device, DirectStorage):
-            batch = BlockIO(np.empty(0, np.uint32), sources, keys)
-            answer = await self.device.read_into(batch, run.region, targets)
+        if isinstance(self.device, DirectStorage) and isinstance(store, LocatableStorage):
+            with store.locate(BlockIO(np.empty(0, np.uint32), sources, keys)) as batch:
+                answer = await self.device.read_into(batch, run.region, targets)
             return as_statuses(answer, len(keys))
         statuses = np.full(len(sources), FAILED, np.uint8)
         step = self._staging.capacity

@@ -41,7 +41,7 @@ class Host:
         self.thread = threading.get_ident()
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self.opened, self._stop, self.closed = anyio.Event(), anyio.Event(), anyio.Event()
         self._closing = self._cut_short = False
         self.resetting = False
@@ -66,7 +66,7 @@ class Host:
                 "a KVManager belongs to the thread of its event loop; "
                 "from other threads use flexkv.BlockingKVManager"
             )
-        if self._stack is None or self._closing or self._failure is not None:
+        if self._stack is None or self._closing or self.failure is not None:
             self.check()
             raise ClosedError(
                 "the manager is not open: use it inside `async with KVManager(config) as kv`"
@@ -75,12 +75,12 @@ class Host:
 
     def check(self) -> None:
         """Raise BrokenManagerError from the cause if the manager has crashed."""
-        if self._failure is not None:
+        if self.failure is not None:
             raise self._broken()
 
     def _broken(self) -> BrokenManagerError:
-        error = BrokenManagerError(f"the manager crashed and must be reopened: {self._failure!r}")
-        error.__cause__ = self._failure
+        error = BrokenManagerError(f"the manager crashed and must be reopened: {self.failure!r}")
+        error.__cause__ = self.failure
         return error
 
     def think(self, verb: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
@@ -106,7 +106,7 @@ class Host:
             try:
                 stack = await build(self._config, self._telemetry, self._commit)
             except Exception as error:
-                self._failure = error  # nothing was open: the one who enters is told, nobody else
+                self.failure = error  # nothing was open: the one who enters is told, nobody else
                 return
             self._stack = stack
             self._deadlines = Deadlines(
@@ -146,9 +146,9 @@ class Host:
             with anyio.CancelScope(shield=True):
                 await self.closed.wait()
             raise
-        if self._failure is not None:
+        if self.failure is not None:
             await self.closed.wait()
-            raise self._failure
+            raise self.failure
 
     def stop(self) -> None:
         """Begin to close: no new calls, open plans are cancelled."""
@@ -177,7 +177,7 @@ class Host:
         given_up = list(self.transfers)
         for transfer in given_up:
             transfer.fail(
-                self._broken() if self._failure else ClosedError("the manager was closed meanwhile")
+                self._broken() if self.failure else ClosedError("the manager was closed meanwhile")
             )
         self.transfers.clear()
         self._ended.raise_()
@@ -193,9 +193,9 @@ class Host:
 
     def _break(self, error: BaseException) -> None:
         """Record the crash, tell everybody who waits, stop."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = error
+        self.failure = error
         log.critical("manager.broken", error=repr(error), exc_info=error)
         for transfer in list(self.transfers):
             transfer.fail(self._broken())

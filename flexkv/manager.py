@@ -88,6 +88,11 @@ class KVManager:
         self._host.check()
 
     @property
+    def failure(self) -> BaseException | None:
+        """What broke the manager; None while it is well. May be read by any thread."""
+        return self._host.failure
+
+    @property
     def _stack(self) -> Stack:
         return self._host.stack()
 

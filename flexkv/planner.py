@@ -74,9 +74,7 @@ class Planner:
     # matching
 
     def match(self, groups: Sequence[GroupKeys], first: int = 0) -> Match:
-        """Pin and return the longest prefix of which every block that is needed is readable
-        somewhere, from block `first` on; see `flexkv.groups`.
-        """
+        """Pin and return the longest prefix whose needed blocks are all readable somewhere."""
         found = grouped.match(self.index, groups, first)
         for blocks in found.blocks:
             self.index.pin(blocks)
@@ -157,8 +155,13 @@ class Planner:
         overlap.
 
         A block that finds a host slot is promoted on the way; the others pass through staging
-        memory.
+        memory. Nothing is read from a block on that a store has lost since it was matched.
         """
+        lost = np.ones(len(far), np.bool_)
+        for store in self.stores:
+            lost &= self.index.states(store.number, blocks[far]) != READY
+        if lost.any():
+            far = far[: int(lost.argmax())]
         absent = far[states[far] == ABSENT]
         slots, saves, waits = self._host_room(len(absent))
         promoted = absent[: len(slots)]
@@ -193,7 +196,6 @@ class Planner:
                         Span(DEVICE, device_blocks[direct]),
                     )
                     ops.append(Copy(source, target, direct))
-        assert len(far) == 0, "a matched block is readable in no tier"
         return saves
 
     # put

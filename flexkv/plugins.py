@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flexkv.errors import PluginError
-from flexkv.protocols import API_VERSION
+from flexkv.protocols import API_VERSION, DeviceInfo
 
 BACKENDS = "flexkv.backends"
 POLICIES = "flexkv.policies"
@@ -65,6 +65,20 @@ class Plugin:
             missing = ", ".join(sorted(gaps, key=len)[0])
             raise PluginError(f"{where} lacks {missing}; see docs/plugins.md")
         return found
+
+    def devices(self) -> list[DeviceInfo]:
+        """Load a backend and ask it what it finds; raises PluginError that names the distribution.
+
+        `probe` must not raise, but it is somebody else's code on somebody else's machine.
+        """
+        backend = self.load()
+        try:
+            return list(backend.probe())
+        except Exception as error:
+            raise PluginError(
+                f"{self.group} plug-in {self.name!r} of {self.distribution} cannot say what it "
+                f"finds: {error!r}"
+            ) from error
 
 
 class Registration:

@@ -1,14 +1,16 @@
 """The doors: what a device backend, a storage backend, an eviction policy and a codec must do, and
 nothing else.
 
-`DeviceBackend` - `StorageBackend` - `DirectStorage` - `EvictionPolicy` - `Codec`; `Services` is
-what the manager hands to a backend, `BlockCopy` and `BlockIO` are the batches, `as_statuses` checks
-an answer. `API_VERSION` is checked when a plug-in is loaded.
+`DeviceBackend` - `StorageBackend` - `LocatableStorage`, `DirectStorage` (past the host) -
+`EvictionPolicy` - `Codec`; `Services` is what the manager hands to a backend, `BlockCopy` and
+`BlockIO` are the batches, `as_statuses` checks an answer. `API_VERSION` is checked when a plug-in
+is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -101,10 +103,25 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Extents:
+    """Where a store keeps the blocks of a batch: `size_bytes` bytes at `offsets[i]` of the open
+    file `files[i]`, a multiple of 4096 each. XXH3-64 of the block's own `block_bytes`, seeded by
+    its key (fx_checksum_blocks), must be `checksums[i]`. What is not `held` the store lacks.
+    """
+
+    held: BoolArray
+    files: NDArray[np.int32]
+    offsets: NDArray[np.uint64]
+    checksums: NDArray[np.uint64]
+    size_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockIO:
     """A batch between host and store: item i pairs arena slot `host_slots[i]` with slot
     `store_slots[i]` (slot addressing) and key `keys[i]`. `parents` and `depths` describe the chain
-    and are given with writes.
+    and are given with writes; `extents` are given to devices, which have no `host_slots`.
     """
 
     host_slots: SlotIds
@@ -112,6 +129,7 @@ class BlockIO:
     keys: KeyArray
     parents: KeyArray | None = None
     depths: NDArray[np.uint32] | None = None
+    extents: Extents | None = None
 
     def __len__(self) -> int:
         return len(self.store_slots)
@@ -206,12 +224,27 @@ def as_statuses(answer: Any, count: int) -> Statuses:
 
 
 @runtime_checkable
-class DirectStorage(Protocol):
-    """Optional capability of a device backend: storage <-> device without the host."""
+class LocatableStorage(Protocol):
+    """Optional capability of a store: it says where its blocks lie, for devices that read them."""
 
-    async def read_into(
-        self, batch: BlockIO, region: Region, device_blocks: SlotIds
-    ) -> Statuses: ...
+    def locate(self, batch: BlockIO) -> AbstractContextManager[BlockIO]:
+        """Lend the batch with its `extents`; they stay as they are until the context is left."""
+        ...
+
+
+@runtime_checkable
+class DirectStorage(Protocol):
+    """Optional capability of a device backend: storage -> device without the host, for blocks that
+    find no room there. Without it they pass through staging memory.
+    """
+
+    async def read_into(self, batch: BlockIO, region: Region, device_blocks: SlotIds) -> Statuses:
+        """Fill the device blocks from `batch.extents`; one IOStatus per block.
+
+        LANDED means landed and verified, FAILED that the store could not be read; SKIPPED that the
+        device failed, and the store is not to blame.
+        """
+        ...
 
 
 class LeafOrder(Protocol):

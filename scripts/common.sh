@@ -45,6 +45,18 @@ install_flexkv() {
   fi
 }
 
+# Install the packages below plugins/ editable, as their users would: through their own metadata.
+install_plugins() {
+  local venv=$1 wanted
+  wanted=$(fingerprint "$PWD" "$venv/.flexkv" plugins/*/pyproject.toml plugins/*/*/_native/*)
+  [[ "$(cat "$venv/.plugins" 2>/dev/null)" != "$wanted" ]] || return 0
+  say "installing plugins/ into $venv"
+  "$venv/bin/python" -m pip install -qq --no-deps -e plugins/flexkv-example
+  PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps \
+    -C build-dir="build/${venv#.}-simulated" -e plugins/flexkv-simulated
+  echo "$wanted" >"$venv/.plugins"
+}
+
 # Print a working interpreter for a version such as 3.12: from PATH, or one that pyenv keeps.
 find_python() {
   local candidate

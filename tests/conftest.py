@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# name -> options: engines that overtake each other, and latencies at random
+_SIMULATED = '{"engines": 3, "streams": 4, "latency_us": 20, "jitter_us": 1500, "timeout_ms": 200}'
+DEVICES = {"cpu": "", "simulated": _SIMULATED, "simulated_direct": _SIMULATED}
 
 HEAVY = {"torch", "transformers"}
 ABSENT = {name for name in HEAVY if find_spec(name) is None}
@@ -29,8 +34,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How often managers are killed in test_restart.py: `--kills 500`."""
+    """How often managers are killed in test_restart.py, and the device that rigs stand on."""
     parser.addoption("--kills", type=int, default=40, help="kills of test_restart.py")
+    parser.addoption("--device", choices=sorted(DEVICES), default="cpu", help="device of rigs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the device for all managers that do not name one, child processes included."""
+    device = config.getoption("--device")
+    if DEVICES[device]:
+        os.environ |= {"FLEXKV_DEVICE": device, "FLEXKV_DEVICE_OPTIONS": DEVICES[device]}
 
 
 @pytest.fixture

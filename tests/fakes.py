@@ -1,7 +1,7 @@
 """Fake backends for tests of the whole manager, registered as plug-ins.
 
 `plugged` (a name for a class while a test runs) - `MemoryStore` (a store in memory that survives
-closing) - `FakeRemote` (the same, with faults and gates) - `FaultyDevice` (a cpu device whose
+closing) - `FakeRemote` (the same, with faults and gates) - `FaultyDevice` (a device whose
 copies can fail or wait).
 """
 
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from rig import device_backend
 
 from flexkv import plugins
-from flexkv.backends.cpu import CpuBackend
 from flexkv.errors import TransferError
 from flexkv.model import IOStatus, Statuses
 from flexkv.protocols import API_VERSION, BlockCopy, BlockIO, DeviceInfo, Recovered, Services
@@ -100,8 +100,8 @@ class FakeRemote(FaultyStorage):
         super().__init__(MemoryStore())
 
 
-class FaultyDevice(CpuBackend):
-    """A cpu device of which copies fail: the next `failures` of those to (or from) the device."""
+class FaultyDevice(device_backend()):  # type: ignore[misc]
+    """The chosen device, of which copies fail: the next `failures` of those to (or from) it."""
 
     failures = 0
     to_device = True

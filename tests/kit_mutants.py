@@ -81,8 +81,10 @@ _KITS: dict[type[Any], type[Any]] = {
 }
 
 
-def mutant(tests: type[Any], killed_by: str, says: str) -> Callable[[type[Any]], type[Any]]:
-    """Enter a class whose docstring names its bug."""
+def mutant(
+    tests: type[Any], killed_by: str, says: str, *, limit_s: float = 30.0
+) -> Callable[[type[Any]], type[Any]]:
+    """Enter a class whose docstring names its bug. `limit_s` is short for those that hang."""
 
     def enter(plugin: type[Any]) -> type[Any]:
         @pytest.fixture
@@ -90,7 +92,7 @@ def mutant(tests: type[Any], killed_by: str, says: str) -> Callable[[type[Any]],
             return _KITS[tests](plugin)
 
         name = plugin.__name__
-        made = {"harness": harness, "limit_s": 4.5, "__module__": __name__}
+        made = {"harness": harness, "limit_s": limit_s, "__module__": __name__}
         globals()[f"Test{name}"] = type(f"Test{name}", (tests,), made)
         assert plugin.__doc__
         MUTANTS.append(Mutant(name, plugin.__doc__, killed_by, says))
@@ -205,7 +207,7 @@ class HastyClose(CpuBackend):
         await super().aclose()
 
 
-@mutant(device, "test_closing_twice_or_unopened_is_fine", "aclose does not end")
+@mutant(device, "test_closing_twice_or_unopened_is_fine", "aclose does not end", limit_s=6.0)
 class HangingClose(CpuBackend):
     """A second close waits for what will never happen."""
 
@@ -343,7 +345,9 @@ class _LosingTests(DeviceBackendTests):
 _KITS[_LosingTests] = PatientHarness
 
 
-@mutant(_LosingTests, "test_a_completion_that_never_comes_ends_in_time", "waits for ever")
+@mutant(
+    _LosingTests, "test_a_completion_that_never_comes_ends_in_time", "waits for ever", limit_s=6.0
+)
 class WithoutDeadline(Patient):
     """A completion that never comes is waited for."""
 

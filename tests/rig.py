@@ -1,4 +1,4 @@
-"""The test rig: a small cache, numpy device memory, blocks whose bytes tell what they are.
+"""The test rig: a small cache, device memory, blocks whose bytes tell what they are.
 
 `open_rig`, `Rig.put`, `Rig.get`, `Rig.faults`, `check_idle`; `pattern` (the bytes of a block),
 `committed_records` (what is on disk, whoever has it open). Block = 4 tokens, host 8 blocks, disk 32
@@ -8,6 +8,7 @@ blocks unless a test says otherwise.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv import FlexKVConfig, GetResult, KVManager, KVSpec
+from flexkv import FlexKVConfig, GetResult, KVManager, KVSpec, plugins
 from flexkv.backends.disk import DiskBackend
 from flexkv.backends.disk import format as disk_format
 from flexkv.testing.faults import Faults, inject
@@ -52,45 +53,80 @@ def prompt(name: int, blocks: int, *, shared: Sequence[int] = ()) -> list[int]:
     return [*shared, *(name * 1000 + i for i in range(blocks * TOKENS_PER_BLOCK - len(shared)))]
 
 
+# where the engine's memory is; pytest's --device sets it
+DEVICE = os.environ.get("FLEXKV_DEVICE", "cpu")
+
+
 class Device:
     """Engine memory: per layer an array [part, block, token, head, element], as uint16 in the place
-    of fp16.
+    of fp16; on other devices than the cpu reached by their back door.
     """
 
-    def __init__(self, blocks: int = 64) -> None:
+    def __init__(self, blocks: int = 64, device: str = DEVICE) -> None:
         shape = (2, blocks, TOKENS_PER_BLOCK, HEADS, HEAD_SIZE)
         self.blocks = blocks
-        self.caches = {f"layer.{i}": np.zeros(shape, np.uint16) for i in range(LAYERS)}
+        self.caches: dict[str, Any] = {
+            f"layer.{i}": device_tensor(np.zeros(shape, np.uint16), device) for i in range(LAYERS)
+        }
 
     def write(self, block: int, content: NDArray[np.uint8]) -> None:
         """Fill a block with `content` in host order."""
         parts = content.view(np.uint16).reshape(LAYERS, 2, TOKENS_PER_BLOCK, HEADS, HEAD_SIZE)
         for layer, cache in enumerate(self.caches.values()):
-            cache[:, block] = parts[layer]
+            poke(cache, parts[layer], np.s_[:, block])
 
     def read(self, block: int) -> NDArray[np.uint8]:
         """A block's bytes in host order."""
-        return (
-            np.stack([cache[:, block] for cache in self.caches.values()]).view(np.uint8).reshape(-1)
-        )
+        caches = self.caches.values()
+        return np.stack([peek(cache, np.s_[:, block]) for cache in caches]).view(np.uint8).ravel()
 
     def wipe(self, value: int = 0xDEAD) -> None:
         """Fill everything with a sentinel."""
         for cache in self.caches.values():
-            cache[:] = value
+            poke(cache, value)
 
     def write_sentinel(self, block: int, value: int = 0xDEAD) -> None:
         """Fill a block with a sentinel."""
         for cache in self.caches.values():
-            cache[:, block] = value
+            poke(cache, value, np.s_[:, block])
 
     def holds_sentinel(self, block: int, value: int = 0xDEAD) -> bool:
         """Whether a block still holds the sentinel."""
-        return all(bool((cache[:, block] == value).all()) for cache in self.caches.values())
+        return all(
+            bool((peek(cache, np.s_[:, block]) == value).all()) for cache in self.caches.values()
+        )
 
     def is_wiped(self, value: int = 0xDEAD) -> bool:
         """Whether everything still holds the sentinel."""
-        return all(bool((cache == value).all()) for cache in self.caches.values())
+        return all(bool((peek(cache) == value).all()) for cache in self.caches.values())
+
+
+def device_tensor(array: NDArray[Any], device: str = DEVICE) -> Any:
+    """The array, in the memory of a device."""
+    if device == "cpu":
+        return array
+    from flexkv_simulated import like
+
+    return like(array)
+
+
+def device_backend() -> Any:
+    """The backend's class of the device that was chosen."""
+    return plugins.load(plugins.BACKENDS, DEVICE)
+
+
+def peek(tensor: Any, index: Any = ...) -> NDArray[Any]:
+    """(A part of) the content of a tensor, wherever it is."""
+    found: NDArray[Any] = tensor[index] if isinstance(tensor, np.ndarray) else tensor.peek(index)
+    return found
+
+
+def poke(tensor: Any, content: Any, index: Any = ...) -> None:
+    """Write (a part of) a tensor, wherever it is."""
+    if isinstance(tensor, np.ndarray):
+        tensor[index] = content
+    else:
+        tensor.poke(content, index)
 
 
 def slots_of(blocks: Sequence[int]) -> list[int]:
@@ -226,7 +262,7 @@ async def open_rig(
     disk: int = 32,
     dirs: int = 1,
     device: int = 64,
-    device_backend: str = "cpu",
+    device_backend: str = DEVICE,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Open a manager on `path` (no disk tier without one), and check its books when the test is
@@ -250,7 +286,8 @@ async def open_rig(
             "disk_dirs": [path / f"d{i}" for i in range(dirs)],
         }
     async with KVManager(FlexKVConfig.load(**(config | settings))) as kv:
-        rig = Rig(kv, Device(device))
+        simulated = device_backend.startswith("simulated")
+        rig = Rig(kv, Device(device, device_backend if simulated else DEVICE))
         yield rig
         if not rig.closed and not kv._host.closed.is_set():
             await rig.check_idle()

@@ -12,10 +12,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rig import Rig, open_rig
+from rig import Rig, device_backend, open_rig
 
 from flexkv import plugins
-from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.disk import DiskBackend
 from flexkv.model import Statuses
 from flexkv.protocols import BlockCopy, BlockIO, Recovered, Services
@@ -60,8 +59,8 @@ class Steps:
         return self.reached.is_set()
 
 
-class SteppingDevice(CpuBackend):
-    """The cpu device, stopping before and after each copy."""
+class SteppingDevice(device_backend()):  # type: ignore[misc]
+    """The chosen device, stopping before and after each copy."""
 
     steps: Steps
 

@@ -88,6 +88,23 @@ async def test_reads_that_fail_for_good_are_given_up(tmp_path: Path, engine: str
         await everything_works_again(rig)
 
 
+@each_engine
+async def test_a_block_that_is_lost_after_it_was_matched_ends_the_load(
+    tmp_path: Path, engine: str
+) -> None:
+    async with open_rig(tmp_path, disk_engine=engine) as rig:
+        await rig.put(TOKENS)
+        await rig.push_out()
+        plan = rig.kv.get_match(TOKENS)
+        rig.faults().add("read", "flip", skip=3, times=1)
+        assert (await rig.get(TOKENS)).loaded == 12
+        result = await rig.kv.launch(plan, slots_of(range(6)))
+        assert isinstance(result, GetResult)
+        assert (result.matched, result.loaded) == (24, 12)
+        assert result.failed_device_blocks.tolist() == [3], "the others are in host memory now"
+        await everything_works_again(rig)
+
+
 # writes
 
 

@@ -2,7 +2,8 @@
 
 Python blocks of one page run one after the other, in one namespace and one event loop, `await`
 allowed. Bash blocks run with `bash -eu`. Both start in an empty folder. `<!-- run: torch -->` and
-`<!-- run: model -->` put the page's blocks under that pytest marker. Links between pages must lead
+`<!-- run: model -->` put the page's blocks under that pytest marker. A block after
+`<!-- file: PATH -->` is that file. Links between pages must lead
 somewhere.
 """
 
@@ -25,6 +26,7 @@ BLOCK = re.compile(
     r"^<!-- run(?:: (?P<mark>torch|model))? -->\n```(?P<kind>python|bash)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+LISTING = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -96,6 +98,12 @@ def test_bash_blocks_run(page: Page, tmp_path: Path) -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     targets = [path.parent / link for link in LINK.findall(path.read_text())]
     assert [str(target) for target in targets if not target.exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_listings_are_the_files_that_they_name(path: Path) -> None:
+    for name, text in LISTING.findall(path.read_text()):
+        assert text == (ROOT / name).read_text(), f"{path.name} shows another {name}"
 
 
 async def test_a_wrong_page_is_noticed(tmp_path: Path) -> None:

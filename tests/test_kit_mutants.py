@@ -11,6 +11,7 @@ import pytest
 from kit_mutants import MUTANTS, Mutant
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         cwd=HERE,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]

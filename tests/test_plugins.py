@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,13 +26,31 @@ class Policy:
 """
 
 
-def install(site: Path, distribution: str, points: dict[str, str], modules: dict[str, str]) -> None:
+DEVICE = """
+class Device:
+    flexkv_api = 1
+    @classmethod
+    def probe(cls): {probe}
+    def open(self, services): ...
+    def make_region(self, kv_caches, spec, axes): ...
+    def copy(self, batch): ...
+    def aclose(self): ...
+"""
+
+
+def install(
+    site: Path,
+    distribution: str,
+    points: dict[str, str],
+    modules: dict[str, str],
+    group: str = plugins.POLICIES,
+) -> None:
     """Lay a distribution into `site` as pip would: metadata, entry points, modules."""
     info = site / f"{distribution.replace('-', '_')}-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
     lines = "".join(f"{name} = {target}\n" for name, target in points.items())
-    (info / "entry_points.txt").write_text(f"[{plugins.POLICIES}]\n{lines}")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
     for name, source in modules.items():
         (site / f"{name}.py").write_text(source)
 
@@ -147,6 +167,69 @@ def test_listing_the_built_ins_imports_neither_them_nor_torch() -> None:
         "names = plugins.available(plugins.BACKENDS) | plugins.available(plugins.POLICIES)\n"
         "assert {'cpu', 'disk', 'lru', 'filo'} <= set(names), names\n"
         "loaded = [m for m in sys.modules if m.startswith(('torch', 'flexkv.backends.cpu'))]\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_probe_that_raises_names_its_distribution(site: Path) -> None:
+    source = DEVICE.format(probe="raise RuntimeError('driver too old')")
+    install(site, "rash", {"rash": "rash_one:Device"}, {"rash_one": source}, plugins.BACKENDS)
+    (rash,) = (item for item in plugins.plugins(plugins.BACKENDS) if item.name == "rash")
+    with pytest.raises(PluginError, match=r"'rash' of rash 1\.2 .*driver too old") as caught:
+        rash.devices()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_doctor_shows_what_each_plugin_found_and_bad_ones_disturb_nobody(tmp_path: Path) -> None:
+    """A fresh interpreter that sees good and bad distributions side by side."""
+    devices = {
+        "fine": "return [__import__('flexkv').protocols.DeviceInfo('card 0', 1 << 30)]",
+        "bare": "return []",
+        "rash": "raise RuntimeError('driver too old')",
+    }
+    for name, probe in devices.items():
+        module = {f"{name}_device": DEVICE.format(probe=probe)}
+        install(tmp_path, name, {name: f"{name}_device:Device"}, module, plugins.BACKENDS)
+    install(
+        tmp_path, "newer", {"newer": "newer_policy:Policy"}, {"newer_policy": GOOD.format(api=2)}
+    )
+    install(tmp_path, "one", {"twice": "fine_policy:Policy"}, {"fine_policy": GOOD.format(api=1)})
+    install(tmp_path, "two", {"twice": "fine_policy:Policy"}, {})
+    install(
+        tmp_path, "broken", {"broken": "broken_policy:Policy"}, {"broken_policy": "import nope"}
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", "from flexkv.cli import app; app()", "doctor", "--json"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    told = {item["subject"]: item for item in json.loads(ran.stdout)["findings"]}
+    assert told["backends: fine"]["detail"] == "fine 1.2; devices: card 0 (1 GiB)"
+    assert told["backends: bare"]["detail"] == "bare 1.2; no device here"
+    bad = {
+        "backends: rash": r"rash 1.2 cannot say what it finds: RuntimeError('driver too old')",
+        "policies: newer": "newer 1.2 speaks API 2",
+        "policies: twice": "comes from one 1.2 and two 1.2",
+        "policies: broken": "broken 1.2 fails to load: ModuleNotFoundError",
+    }
+    for subject, text in bad.items():
+        assert told[subject]["state"] == "unusable"
+        assert text in told[subject]["detail"]
+    assert {told[f"backends: {name}"]["state"] for name in ("cpu", "disk")} == {"ok"}
+    assert told["policies: lru"]["state"] == "ok"
+
+
+def test_listing_imports_no_plugin_of_any_distribution() -> None:
+    """Those of plugins/ are installed for the tests as anybody's would be."""
+    program = (
+        "import sys; from flexkv import plugins\n"
+        "names = plugins.available(plugins.BACKENDS)\n"
+        "assert {'simulated', 'simulated_direct', 'example'} <= set(names), names\n"
+        "loaded = [m for m in sys.modules if m.startswith(('flexkv_', 'flexkv.backends.'))]\n"
         "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

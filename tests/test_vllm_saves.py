@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +27,10 @@ class Rig:
         self.saves.admitted(self.request, self.state)
         self.blocks = 0
 
-    def start(self, request: Any, state: State, blocks: list[int]) -> Work:
-        self.started.append(Work(request.request_id, blocks, False))
-        return self.started[-1]
+    def start(self, request: Any, state: State, block_ids: Sequence[list[int]], count: int) -> Work:
+        save = Work(request.request_id, block_ids[0][:count], False, tokens=count * SIZE)
+        self.started.append(save)
+        return save
 
     def step(
         self, *, first: bool = False, preempted: bool = False, resumed: bool = False

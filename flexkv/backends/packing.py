@@ -26,16 +26,20 @@ class PackedRegion:
     """The planes of a region as fx_plane arrays; `end_bytes` is where its host block ends.
 
     It holds the region, so the region's `id` cannot be given to another while this lives.
+
+    Args:
+        planes: the region's, at the addresses that copies use; None: at those of the region.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, planes: Sequence[Plane] | None = None) -> None:
         self.region = region
-        self._layers = [plane.layer for plane in region.planes]
-        self._sizes = np.cumsum([0, *(_plane_bytes(plane) for plane in region.planes)]).tolist()
-        self._planes = _pack(region.planes)
-        merged = merge_planes(region.planes)
+        planes = region.planes if planes is None else planes
+        self._layers = [plane.layer for plane in planes]
+        self._sizes = np.cumsum([0, *(_plane_bytes(plane) for plane in planes)]).tolist()
+        self._planes = _pack(planes)
+        merged = merge_planes(planes)
         self._whole = _pack(merged), len(merged), self._sizes[-1]
-        self.end_bytes = max(plane.offset + _plane_bytes(plane) for plane in region.planes)
+        self.end_bytes = max(plane.offset + _plane_bytes(plane) for plane in planes)
 
     def select(self, layers: tuple[int, int] | None) -> tuple[CData, int, int]:
         """Return (planes, their count, bytes per block) of a half-open range of layers, None = all.

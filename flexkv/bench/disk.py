@@ -335,7 +335,8 @@ def _fill(arena: Arena) -> None:
 
 
 async def _transfer(backend: DiskBackend, batch: BlockIO, size: int) -> NDArray[Any]:
-    moved = await backend.engine.transfer(backend.moves(False, batch.store_slots, batch.host_slots))
+    moves = backend.places.moves(False, batch.store_slots, batch.host_slots)
+    moved = await backend.engine.transfer(moves)
     return np.not_equal(moved, size)
 
 

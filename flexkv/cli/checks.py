@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flexkv import plugins
 from flexkv.bench.report import cpu_facts, cpu_name
@@ -136,20 +136,19 @@ def check_plugins(*, probe: bool = True) -> Iterator[Finding]:
                 yield Finding(subject, "ok", item.distribution)
                 continue
             try:
-                found = plugins.load(group, item.name)
+                plugins.load(group, item.name)
+                found = _devices(item) if group == plugins.BACKENDS else ""
             except PluginError as error:
                 advice = f"upgrade or uninstall {item.distribution.split()[0]}"
                 yield Finding(subject, "unusable", str(error), advice)
                 continue
-            yield Finding(subject, "ok", item.distribution + _devices(group, found))
+            yield Finding(subject, "ok", item.distribution + found)
 
 
-def _devices(group: str, found: Any) -> str:
-    if group != plugins.BACKENDS:
-        return ""
+def _devices(item: plugins.Plugin) -> str:
     names = [
         f"{info.name}{f' ({size(info.memory_bytes)})' if info.memory_bytes else ''}"
-        for info in found.probe()
+        for info in item.devices()
     ]
     return f"; devices: {', '.join(names)}" if names else "; no device here"
 

@@ -70,6 +70,7 @@ class RankServer:
         self.joined = 0  # workers let in so far, rejoining ones again
         self._timeout_s = timeout_ms / 1e3
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._links: dict[int, _Link] = {}
         self._selector = selectors.DefaultSelector()
         self._number = 0
@@ -139,13 +140,14 @@ class RankServer:
                 self._send(link, packet)
 
     def close(self) -> None:
-        """End all connections and the thread. Twice is fine."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        os.eventfd_write(self._stop, 1)
-        thread.join()
-        os.close(self._stop)
+        """End all connections and the thread. Twice, and from any thread, is fine."""
+        with self._closing:
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            os.eventfd_write(self._stop, 1)
+            thread.join()
+            os.close(self._stop)
         self.path.unlink(missing_ok=True)
 
     # --- everything below runs in the thread, or under the lock

@@ -19,7 +19,7 @@ import pytest
 
 from flexkv.errors import ClosedError, InputError
 from flexkv.model import DAMAGED, LANDED, MISSING, NO_SLOT, KVSpec
-from flexkv.protocols import BlockIO, DirectStorage, Services
+from flexkv.protocols import BlockIO, DirectStorage, LocatableStorage, Services
 from flexkv.testing.device_bench import DeviceBench, OpenDevice, same
 from flexkv.testing.device_bench import opened as device_opened
 from flexkv.testing.guard import (
@@ -68,9 +68,11 @@ class Pair:
         backend = self.device.backend
         assert isinstance(backend, DirectStorage)
         store = np.array(numbers if slots is None else slots, np.uint32)
-        batch = BlockIO(np.empty(0, np.uint32), store, keys_of(numbers))
-        targets = np.array(blocks, np.uint32)
-        answer = await backend.read_into(batch, self.device.region, targets)
+        wanted = BlockIO(np.empty(0, np.uint32), store, keys_of(numbers))
+        targets, keeper = np.array(blocks, np.uint32), self.store.backend
+        assert isinstance(keeper, LocatableStorage), "the store of the harness must say where"
+        with keeper.locate(wanted) as batch:
+            answer = await backend.read_into(batch, self.device.region, targets)
         return checked(answer, len(numbers), "read_into")
 
     async def check(

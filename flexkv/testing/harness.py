@@ -99,12 +99,14 @@ class Harness:
 class DeviceHarness(Harness):
     """A device backend. As it stands, the device's memory is host memory (numpy arrays).
 
-    Override the five verbs of memory for a device with memory of its own. They are called between
-    `open` and `aclose` of a backend, in its process.
+    Override the five verbs of memory for a device with memory of its own. They are called while a
+    backend is open, in its process; `free` also after it has closed.
     """
 
     axes: Sequence[str] = (*PER_LAYER, *ONE_TENSOR)
     """Layouts of the engine's tensors that the backend must take, as letters."""
+    latent_axes: Sequence[str] = ("BND", "TD", "BN1D", "LBND")
+    """Layouts of tensors with one part and one head."""
     dtypes: Sequence[str] = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8")
     random_strides: bool = True
     """Whether tensors may have any order in memory, and gaps; else they are contiguous."""

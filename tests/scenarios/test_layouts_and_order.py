@@ -16,8 +16,11 @@ from rig import (
     LAYERS,
     TOKENS_PER_BLOCK,
     Rig,
+    device_tensor,
     open_rig,
     pattern,
+    peek,
+    poke,
     prompt,
     slots_of,
 )
@@ -108,23 +111,33 @@ class AnyDevice:
             for cache in self.caches
         ]
         self.layers: list[NDArray[np.uint16]] = list(views[0]) if "L" in axes else views
+        self.tensors = [device_tensor(cache) for cache in self.caches]  # on the cpu: the same
 
     @property
     def registered(self) -> Any:
         """What the engine would register."""
-        return self.caches[0] if len(self.caches) == 1 else self.caches
+        return self.tensors[0] if len(self.tensors) == 1 else self.tensors
+
+    def push(self) -> None:
+        """Write what the arrays hold to the device."""
+        for tensor, cache in zip(self.tensors, self.caches, strict=True):
+            poke(tensor, cache)
 
     def write(self, block: int, content: NDArray[np.uint8]) -> None:
         parts = content.view(np.uint16).reshape(LAYERS, 2, TOKENS_PER_BLOCK, HEADS, HEAD_SIZE)
         for layer, values in zip(self.layers, parts, strict=True):
             layer[block] = values
+        self.push()
 
     def read(self, block: int) -> NDArray[np.uint8]:
+        for tensor, cache in zip(self.tensors, self.caches, strict=True):
+            cache[:] = peek(tensor)
         return np.stack([layer[block] for layer in self.layers]).view(np.uint8).reshape(-1)
 
     def wipe(self) -> None:
         for cache in self.caches:
             cache[:] = 0xDEAD
+        self.push()
 
 
 LAYOUTS = ["PBNHD", "BPNHD", "PBHND", "BPHND", "BNHC", "BHNC", "PTHD", "TPHD", "LBPNHD", "BLPHND"]

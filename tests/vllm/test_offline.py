@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from engines import BLOCK, BUILT_IN, MODULE, Engine, connector, prompt
+from engines import BLOCK, BUILT_IN, MODULE, Engine, check_idle, connector, prompt, spoil
 
-pytestmark = [pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.offline]
 LONG, ANSWER = 1500, 24
 WHOLE = LONG // BLOCK * BLOCK
 
@@ -29,15 +28,6 @@ def reuse(engine: Any, tokens: list[int]) -> list[int]:
     assert cold["tokens"] == hit["tokens"] == again["tokens"]
     answer: list[int] = cold["tokens"][0]
     return answer
-
-
-def check_idle(engine: Any) -> None:
-    """Nothing is pinned or under way, and vLLM can empty its cache."""
-    assert engine.settle()
-    manager = engine.usage()["manager"]
-    idle = {name: manager[name] for name in ("plans", "transfers", "pinned", "tickets")}
-    assert idle == dict.fromkeys(idle, 0)
-    assert engine.reset_local()
 
 
 @pytest.mark.parametrize(
@@ -119,38 +109,3 @@ def test_after_a_crash_the_prompt_comes_back_from_disk_and_damage_is_recomputed(
         counters = engine.counters()
         assert sum(counters["damaged_blocks"].values()) == 1
         check_idle(engine)
-
-
-def spoil(directory: Path) -> None:
-    """Change one byte in the middle of what is stored there."""
-    (path,) = directory.rglob("flexkv.data")
-    content = np.fromfile(path, np.uint8)
-    used = np.flatnonzero(content)
-    with path.open("r+b") as file:
-        file.seek(int(used[len(used) // 2]))
-        file.write(bytes([content[used[len(used) // 2]] ^ 0xFF]))
-
-
-@pytest.mark.parametrize("load", ["async", "sync"])
-def test_preemption_aborts_and_failed_loads_change_no_answer(tiny: Path, load: str) -> None:
-    shared = [prompt(256, 10 + group) for group in range(4)]
-    prompts = [shared[i % 4] + prompt(40, 100 + i) for i in range(20)]
-    small = {"max_num_seqs": 8, "max_model_len": 1024}
-    with Engine(tiny, **small) as plain:
-        clear = plain.clearest(prompts=prompts, tokens=100)[:16]
-        assert len(clear) == 16
-        prompts = [prompts[number] for number in clear]
-        expected = plain.generate(prompts=prompts, tokens=100)["tokens"]
-    with Engine(tiny, connector(load=load), num_gpu_blocks_override=60, **small) as engine:
-        for seed in range(4):
-            if seed == 2:
-                engine.fail_loads(share=0.3)
-            aborted = [(seed * 5 + i * 7) % 16 for i in range(2)]
-            ran = engine.churn(prompts=prompts, tokens=100, aborted=aborted, seed=seed)
-            for number, tokens in ran["finished"].items():
-                assert tokens == expected[int(number)], f"round {seed}, request {number}"
-            assert len(ran["finished"]) >= 14
-            check_idle(engine)
-        metrics = engine.metrics()
-        assert metrics["vllm:num_preemptions"] > 0
-        assert metrics["vllm:external_prefix_cache_hits"] > 0

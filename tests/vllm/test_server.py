@@ -14,12 +14,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import BLOCK, BUILT_IN, MODULE, connector, prompt
+
+from flexkv.backends.disk import format as disk_format
 
 pytestmark = [pytest.mark.timeout(600)]
 LONG, ANSWER = 1500, 16
@@ -95,8 +98,9 @@ def free_port() -> int:
 
 @contextmanager
 def serve(
-    model: Path, transfer: dict[str, Any], *more: str, **environment: str
+    model: Path, transfer: dict[str, Any], *more: str, end: int = signal.SIGTERM, **environment: str
 ) -> Iterator[Server]:
+    """A server, ended by this signal to all its processes."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
@@ -121,12 +125,26 @@ def serve(
                 threading.Event().wait(0.5)
         yield server
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it ended by itself
+            os.killpg(process.pid, end)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        wait_until_gone(process.pid)
+
+
+def wait_until_gone(group: int) -> None:
+    """Wait until no process of the group is left; they let go of the disk when they end."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline, "processes of the server stay"
+        threading.Event().wait(0.1)
 
 
 def reuse(server: Server) -> list[str]:
@@ -147,10 +165,45 @@ def reuse(server: Server) -> list[str]:
     return cold
 
 
-@pytest.mark.parametrize("how", [MODULE, BUILT_IN], ids=["module", "built-in"])
-def test_a_served_prompt_comes_back_with_the_same_answer(tiny: Path, how: dict[str, str]) -> None:
-    with serve(tiny, connector(how)) as server:
-        reuse(server)
+def on_disk(directory: Path) -> dict[str, Any]:
+    return {"disk_cache_bytes": "64MiB", "disk_dirs": [str(directory)], "model": "tiny"}
+
+
+def wait_until_stored(directory: Path, blocks: int) -> None:
+    """Wait until the records of so many blocks are in the files."""
+    deadline = time.monotonic() + 20
+    while stored(directory) < blocks:
+        assert time.monotonic() < deadline, "the blocks do not reach the disk"
+        threading.Event().wait(0.1)
+
+
+def stored(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob(disk_format.RECORDS_NAME):
+        content = path.read_bytes()
+        superblock = disk_format.Superblock.decode(content[: disk_format.SUPERBLOCK_BYTES])
+        rest = bytearray(content[disk_format.SUPERBLOCK_BYTES :])
+        states = disk_format.check(np.frombuffer(rest, disk_format.RECORD), 0, superblock.seed)
+        total += int(np.count_nonzero(states == disk_format.GOOD))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [(MODULE, signal.SIGKILL), (BUILT_IN, signal.SIGTERM)],
+    ids=["module-killed", "built-in-terminated"],
+)
+def test_a_served_prompt_comes_back_with_the_same_answer_after_a_restart_too(
+    tiny: Path, tmp_path: Path, how: dict[str, str], end: int
+) -> None:
+    transfer = connector(how, **on_disk(tmp_path / "ssd"))
+    with serve(tiny, transfer, end=end) as server:
+        expected = reuse(server)
+        wait_until_stored(tmp_path / "ssd", 2 * WHOLE // BLOCK)
+    with serve(tiny, transfer) as server:
+        assert server.ask(prompt(LONG), cache_salt="a") == (expected, WHOLE)
+        assert server.metric("vllm:external_prefix_cache_hits_total") == WHOLE
+        assert server.ask(prompt(LONG), cache_salt="c") == (expected, 0)
 
 
 def test_what_flexkv_counts_is_among_the_servers_metrics(tiny: Path, tmp_path: Path) -> None:
@@ -189,9 +242,13 @@ def test_what_flexkv_counts_is_among_the_servers_metrics(tiny: Path, tmp_path: P
         assert own.metric('flexkv_transfer_seconds_count{kind="get",part="exposed"}') == 2
 
 
-def test_two_ranks_hold_one_block_together_and_a_stalled_one_harms_nobody(tiny: Path) -> None:
+def test_two_ranks_hold_one_block_together_stalled_killed_and_restarted(
+    tiny: Path, tmp_path: Path
+) -> None:
+    transfer = connector(**on_disk(tmp_path / "ssd"))
     settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
-    with serve(tiny, connector(), "--tensor-parallel-size", "2", **settings) as server:
+    two = ("--tensor-parallel-size", "2")
+    with serve(tiny, transfer, *two, **settings) as server:
         expected = reuse(server)
         server.reset()
         workers = server.workers()
@@ -209,4 +266,9 @@ def test_two_ranks_hold_one_block_together_and_a_stalled_one_harms_nobody(tiny: 
         asking.join(60)
         assert [tokens for tokens, _ in answers] == [expected]
         server.reset()
+        assert server.ask(prompt(LONG), cache_salt="a") == (expected, WHOLE)
+        wait_until_stored(tmp_path / "ssd", WHOLE // BLOCK)
+        os.kill(workers[0], signal.SIGKILL)  # vLLM ends with its worker; flexkv does not hold it up
+        server.process.wait(60)
+    with serve(tiny, transfer, *two, **settings) as server:
         assert server.ask(prompt(LONG), cache_salt="a") == (expected, WHOLE)

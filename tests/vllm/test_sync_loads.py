@@ -61,8 +61,11 @@ def test_synchronous_loads_are_refused_where_steps_overlap() -> None:
     from flexkv.integration.vllm.calls import refuse_sync
 
     transfer = SimpleNamespace(kv_connector_extra_config={"load": "sync"})
-    for overlaps in (True, False):
-        scheduler = SimpleNamespace(async_scheduling=overlaps)
-        config = SimpleNamespace(kv_transfer_config=transfer, scheduler_config=scheduler)
-        with pytest.raises(ConfigError, match="no-async") if overlaps else nullcontext():
+    for stages, overlaps, why in ((1, True, "no-async"), (2, False, "stages"), (1, False, "")):
+        config = SimpleNamespace(
+            kv_transfer_config=transfer,
+            scheduler_config=SimpleNamespace(async_scheduling=overlaps),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        )
+        with pytest.raises(ConfigError, match=why) if why else nullcontext():
             refuse_sync(config)

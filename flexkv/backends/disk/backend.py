@@ -1,15 +1,16 @@
-"""The disk tier: blocks in preallocated slots of files, striped over directories, that survive the
-process.
+"""The disk tier: blocks in slots of files, striped over directories, that survive the process.
 
-`DiskBackend` (a StorageBackend with slot addressing): `open`, `read`, `write`, `discard`,
-`aclose`. A write clears the slot's old record, moves the data, and only then writes the new
-record; a read is verified before it is said to have landed. There is no fsync on the way:
-checksums, bound to the key, decide what survived.
+`DiskBackend` (a slot-addressed store): `open`, `read`, `write`, `discard`, `locate`, `aclose`. A
+write clears the slot's old record, moves the data, and only then writes the new record; a read is
+verified before it is said to have landed. There is no fsync on the way: checksums, bound to the
+key, decide what survived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import anyio
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 
 from flexkv._core import lib
 from flexkv.backends.disk import engines
-from flexkv.backends.disk.engines import Engine, Moves
+from flexkv.backends.disk.engines import Engine
+from flexkv.backends.disk.places import Places
 from flexkv.backends.disk.records import Crew, RecordFiles, make_rows
 from flexkv.backends.disk.recovery import Report, Store, open_patiently
 from flexkv.backends.disk.settings import DiskSettings
@@ -102,12 +104,10 @@ class DiskBackend:
         self.engine, self.engine_name = engine, engine.name
         self.report = store.report
         self._settings = settings
-        self._geometry = store.geometry
+        self._block_bytes = store.geometry.block_bytes
         self._stride_bytes = store.geometry.stride_bytes
-        self._data_fds = np.array([d.data_fd for d in store.directories], np.int32)
-        self._crew = crew
-        self.records = RecordFiles(store, crew)
-        self._table = store.table
+        self.places, self._table = Places(store), store.table
+        self._crew, self.records = crew, RecordFiles(store, crew)
         self._chunk_turns = anyio.Semaphore(_MAX_CHUNKS, fast_acquire=True)
         self._store = store
         self._tell()
@@ -257,24 +257,26 @@ class DiskBackend:
                     await work(part)
 
         if len(positions) <= per_chunk:
-            await worker()
-            return
+            return await worker()
         async with anyio.create_task_group() as group:
             for _ in range(min(self._settings.chunks_in_flight, -(-len(positions) // per_chunk))):
                 group.start_soon(worker)
 
-    def moves(self, write: bool, slots: SlotIds, host_slots: SlotIds) -> Moves:
-        """What the engine has to do to move store `slots` from or to arena `host_slots`."""
-        directories, local = self._geometry.locate(slots)
-        offsets = local * np.uint64(self._stride_bytes)
-        return Moves(write, self._data_fds[directories], offsets, host_slots, self._stride_bytes)
+    @contextmanager
+    def locate(self, batch: BlockIO) -> Iterator[BlockIO]:
+        """Lend the batch with the places of its blocks, for devices that read files themselves."""
+        slots = self._enter(batch)
+        try:
+            yield replace(batch, extents=self.places.extents(slots, batch.keys))
+        finally:
+            self._leave()
 
     async def _read(self, batch: BlockIO, part: Positions) -> Statuses:
         slots, host_slots = _pick(batch, part)
         keys = batch.keys[part]
         expected = self._table.checksums[slots]
         sequences = self._table.sequences[slots]
-        moved = await self.engine.transfer(self.moves(False, slots, host_slots))
+        moved = await self.engine.transfer(self.places.moves(False, slots, host_slots))
         landed = moved == self._stride_bytes
         statuses = np.where(landed, IOStatus.LANDED, IOStatus.FAILED).astype(np.uint8)
         if not landed.any():
@@ -303,12 +305,12 @@ class DiskBackend:
         if not len(part):
             return statuses
         checksums = self._crew.begin_checksums(host_slots, keys)  # while the data is on its way
-        moved = await self.engine.transfer(self.moves(True, slots, host_slots))
+        moved = await self.engine.transfer(self.places.moves(True, slots, host_slots))
         sums = await checksums.result()
         landed = moved == self._stride_bytes
         if not landed.any():
             return statuses
-        rows = make_rows(batch, part, sums, self._geometry.block_bytes)[landed]
+        rows = make_rows(batch, part, sums, self._block_bytes)[landed]
         rows["sequence"] = self._table.take_sequences(len(rows))
         slots = slots[landed]
         self._table.doubt(slots)

@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from flexkv.errors import ConfigError
 from flexkv.integration.vllm.geometry import minor_version
+from flexkv.integration.vllm.guard import Guard
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats
 from flexkv.integration.vllm.options import Options
@@ -28,7 +29,7 @@ _SYNC_SINCE = 28  # connectors get to know the block pool
 class Calls:
     """Hands vLLM's calls to the side that this process is: the scheduler's or a worker's."""
 
-    _scheduler: SchedulerSide | None = None
+    _scheduler: Guard | None = None
     _worker: WorkerSide | None = None
 
     def open_side(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -36,13 +37,14 @@ class Calls:
         if role == KVConnectorRole.SCHEDULER:
             refuse_sync(vllm_config)
             _prefer_recompute(vllm_config)
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
+            side = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
+            self._scheduler = Guard(side)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, vllm.__version__)
 
     @property
-    def scheduler(self) -> SchedulerSide:
-        """The scheduler's side."""
+    def scheduler(self) -> Guard:
+        """The scheduler's side, behind its guard."""
         assert self._scheduler is not None, "a worker's connector was asked as the scheduler's"
         return self._scheduler
 
@@ -171,6 +173,8 @@ def refuse_sync(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if Options.read(extra).load != "sync":
         return
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError('load "sync" serves no pipeline stages, whose steps overlap; use "async"')
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):
         raise ConfigError(
             'load "sync" needs each step to end before the next is scheduled: start vLLM with '

@@ -13,7 +13,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.errors import CapacityError, FlexKVError
+from flexkv.errors import CapacityError
 from flexkv.integration.vllm.events import NoEvents
 from flexkv.integration.vllm.groups import GroupTable
 from flexkv.integration.vllm.requests import State, Work, slots_of
@@ -85,31 +85,36 @@ class Carrier:
             slots = slots_of(load.blocks, self._size)
             plan.tag = load.step, load.number
             load.transfer = manager.launch(plan, slots, layerwise=bool(load.number))
-            for keys, first, group in self._groups.loaded(plan):
-                self._events.learn(keys, load.naming, first, group)
-        except FlexKVError as error:
+        except Exception as error:
             log.warning("vllm.load_failed", request=load.request, error=repr(error))
+            if plan is not None:
+                plan.cancel()
             self._report(load, tuple(load.blocks))
             return
         self._watch(load)
+        for keys, first, group in self._groups.loaded(plan):
+            self._events.learn(keys, load.naming, first, group)
 
     def put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
         """Start a save."""
+        plan: Plan | None = None
         try:
             plan = self._manager.put_match(
                 tokens, namespace=namespace, groups=self._groups.cache, held=save.held
             )
             plan.tag = save.step, 0
             save.transfer = self._manager.launch(plan, slots_of(save.blocks, self._size))
-            for keys, first, group in self._groups.saved(save.transfer.keys, save.held):
-                self._events.learn(keys, save.naming, first, group)
-        except FlexKVError as error:
+        except Exception as error:
+            if plan is not None:
+                plan.cancel()
             if isinstance(error, CapacityError):
                 self._manager.telemetry.add("refused_puts", 1)
             log.warning("vllm.save_failed", request=save.request, error=repr(error))
             self._report(save)
             return
         self._watch(save)
+        for keys, first, group in self._groups.saved(save.transfer.keys, save.held):
+            self._events.learn(keys, save.naming, first, group)
 
     def _watch(self, work: Work) -> None:
         task = asyncio.get_running_loop().create_task(self._wait_for(work))
@@ -118,8 +123,11 @@ class Carrier:
 
     async def _wait_for(self, work: Work) -> None:
         assert work.transfer is not None
-        await work.transfer.quiesced()
-        work.book(work.transfer)
+        try:
+            await work.transfer.quiesced()
+            work.book(work.transfer)
+        except Exception as error:
+            log.warning("vllm.transfer_failed", request=work.request, error=repr(error))
         if work.is_load:
             self._report(work, tuple(work.blocks[work.moved_tokens // self._size :]))
             return
@@ -129,7 +137,7 @@ class Carrier:
 
     def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
         work.failed = failed
-        if work.number:
-            self._server.tell_loaded(work.number, failed)
         self.done.append(work)
         self.news.set()
+        if work.number:
+            self._server.tell_loaded(work.number, failed)

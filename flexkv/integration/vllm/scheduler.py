@@ -86,6 +86,11 @@ class SchedulerSide:
             asynchronous=self._asynchronous,
         )
 
+    @property
+    def by_block(self) -> bool:
+        """See Geometry.by_block."""
+        return self._groups.by_block
+
     # --- vLLM's thread
 
     def bind(self, pool: Any) -> None:
@@ -267,6 +272,10 @@ class SchedulerSide:
             log.error("vllm.reset_failed", error=repr(error))
             return False
         return True
+
+    def abandon(self) -> None:
+        """Part from the workers: nothing can be copied into or out of them any more."""
+        self._server.close()
 
     def close(self) -> None:
         """Close the manager. Twice is fine."""

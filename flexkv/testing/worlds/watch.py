@@ -89,8 +89,8 @@ class Watch:
     def look(self, *, perfect: bool) -> None:
         """Check everything; the manager is open. `perfect`: nothing was lost or cancelled yet."""
         host, stack = self._kv._host, self._stack
-        if host._failure is not None:
-            self._journal.accuse("broken", f"the manager crashed: {host._failure!r}")
+        if host.failure is not None:
+            self._journal.accuse("broken", f"the manager crashed: {host.failure!r}")
             return
         state = self._state()
         if state == self._seen:

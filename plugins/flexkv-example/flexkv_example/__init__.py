@@ -1,0 +1,1 @@
+"""The smallest plug-ins: `device.ThreadDevice`, `policy.Longest`, `store.FolderStore`."""
