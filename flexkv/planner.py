@@ -155,8 +155,7 @@ class Planner:
         overlap.
 
         A block that finds a host slot is promoted on the way; the others pass through staging
-        memory. One that a store has lost since it was matched does not arrive, and nothing behind
-        it is read.
+        memory. Nothing is read from a block on that a store has lost since it was matched.
         """
         lost = np.ones(len(far), np.bool_)
         for store in self.stores:

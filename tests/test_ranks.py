@@ -237,6 +237,12 @@ async def test_a_killed_worker_is_a_miss_and_its_successor_serves_again(tmp_path
                 assert (await kv.get_async(tokens, slots(4, 5))).loaded == 2 * TOKENS
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP; return when all threads of the child stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+
+
 async def test_a_stalled_worker_is_turned_out_within_its_time(tmp_path: Path) -> None:
     path = tmp_path / "s"
     tokens = list(range(2 * TOKENS))
@@ -244,7 +250,7 @@ async def test_a_stalled_worker_is_turned_out_within_its_time(tmp_path: Path) ->
         with worker_process(path, 0, 1) as worker:
             await joined(server)
             assert (await kv.put_async(tokens, slots(0, 1))).stored == 2 * TOKENS
-            os.kill(worker.pid, signal.SIGSTOP)
+            stop(worker.pid)
             before = anyio.current_time()
             transfer = kv.get_async(tokens, slots(4, 5))
             assert (await transfer).loaded == 0
@@ -264,7 +270,7 @@ async def test_bytes_of_a_stalled_save_are_held_until_the_worker_can_write_no_mo
     async with manager(path, 1, timeout_ms=400) as (kv, server):
         with worker_process(path, 0, 1) as worker:
             await joined(server)
-            os.kill(worker.pid, signal.SIGSTOP)
+            stop(worker.pid)
             transfer = kv.put_async(tokens, slots(0, 1))
             while server.ready:
                 await anyio.to_thread.run_sync(server.wait_ready, 0.01)

@@ -60,7 +60,7 @@ class Guard:
             groups = blocks.get_block_ids()
             first = computed // self._size
             ids = list(groups[0][first : first + loading // self._size])
-            if len(groups) > 1:  # vLLM wants to hear of the request then
+            if not self.side.by_block:  # vLLM has to hear of the request then
                 self._loads[request.request_id] = []
             elif asynchronous:
                 self._loads[request.request_id] = ids

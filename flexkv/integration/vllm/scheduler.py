@@ -86,6 +86,11 @@ class SchedulerSide:
             asynchronous=self._asynchronous,
         )
 
+    @property
+    def by_block(self) -> bool:
+        """See Geometry.by_block."""
+        return self._groups.by_block
+
     # --- vLLM's thread
 
     def bind(self, pool: Any) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from flexkv._core import ffi, lib
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.packing import PackedRegion
+from flexkv.completion import Ticket
 from flexkv.errors import TransferError
 from flexkv.model import KVSpec
 from flexkv.protocols import BlockCopy, Services
@@ -97,6 +98,7 @@ class WorldDevice(CpuBackend):
     async def open(self, services: Services) -> None:
         """Take the services."""
         await super().open(services)
+        self._flying: list[Ticket] = []
         self._arena = services.arena
         self._hardware, self._memory = type(self).begin(services)
 
@@ -132,7 +134,7 @@ class WorldDevice(CpuBackend):
             for slot in slots:
                 self._arena.view(slot)[:BLOCK_BYTES] = 0xEE
         ticket = hardware.start(place, reads, writes, land, fault=fault)
-        self._tickets.add(ticket)  # `aclose` waits for it, whoever gives up
+        self._flying.append(ticket)  # `aclose` waits for it, whoever gives up
         await ticket
         if fault == "EIO":
             raise TransferError(f"a copy of {len(blocks)} blocks stopped after {count}")
@@ -140,7 +142,9 @@ class WorldDevice(CpuBackend):
     async def aclose(self) -> None:
         """Wait for what is in flight, but not for what never lands."""
         with anyio.move_on_after(CLOSE_S):
-            await super().aclose()
+            for ticket in self._flying:
+                await ticket
+        await super().aclose()
 
     def _move(self, batch: BlockCopy, count: int) -> None:
         planes, layers, _ = PackedRegion(batch.region).select(batch.layers)

@@ -124,7 +124,7 @@ class _PlatterEngine:
 
     def __init__(self, hardware: Hardware, platter: Platter, arena: Arena) -> None:
         self._hardware, self._platter, self._arena = hardware, platter, arena
-        self._tickets: set[Ticket] = set()
+        self._tickets: list[Ticket] = []
 
     async def transfer(self, moves: Moves) -> NDArray[np.int32]:
         """Move the blocks; per block bytes moved or -errno."""
@@ -147,7 +147,7 @@ class _PlatterEngine:
             for at in places:  # nobody may take a slot for filled while bytes are on their way
                 self._arena.view(at)[:] = 0xEE
         ticket = self._hardware.start(place, reads, writes, land, fault=fault)
-        self._tickets.add(ticket)
+        self._tickets.append(ticket)
         await ticket
         return results
 
