@@ -107,7 +107,7 @@ def test_a_region_needs_its_tensors() -> None:
     region = backend.make_region(caches(), SPEC, "PBNHD")
     for owner, message in ((None, "needs its torch tensors"), (caches(), "lies in none")):
         with pytest.raises(LayoutError, match=message):
-            backend.pack(Region(region.planes, region.blocks, owner))
+            backend.pack(Region(region.planes, region.blocks, owner=owner))
 
 
 class Absent(TorchDeviceBackend):
