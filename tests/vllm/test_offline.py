@@ -105,7 +105,7 @@ def test_after_a_crash_the_prompt_comes_back_from_disk_and_damage_is_recomputed(
     with Engine(tiny, connector(**settings)) as engine:
         cold = engine.generate(prompts=[tokens], tokens=ANSWER)
         assert engine.settle()
-        assert engine.usage()["disk"]["readable"] >= WHOLE // BLOCK
+        assert engine.usage()["disk"]["resident"] >= WHOLE // BLOCK
         engine.kill()
     with Engine(tiny, connector(**settings)) as engine:
         again = engine.generate(prompts=[tokens], tokens=ANSWER)
