@@ -66,10 +66,12 @@ class _Op:
 class Run:
     """A graph being run: `alive` positions have not failed, `arrived` ones reached the goal."""
 
-    __slots__ = ("alive", "arrived", "cancelled", "graph", "moved_bytes", "ops", "region")
+    __slots__ = ("alive", "arrived", "cancelled", "graph", "moved_bytes", "ops", "region", "tag")
 
-    def __init__(self, graph: TransferGraph, ops: list[_Op], region: Region | None) -> None:
-        self.graph, self.ops, self.region = graph, ops, region
+    def __init__(
+        self, graph: TransferGraph, ops: list[_Op], region: Region | None, tag: Any
+    ) -> None:
+        self.graph, self.ops, self.region, self.tag = graph, ops, region, tag
         self.alive: BoolArray = np.ones(len(graph.blocks), np.bool_)
         self.arrived = graph.arrived.copy()
         self.cancelled = False
@@ -109,7 +111,7 @@ class Engine:
         self.lanes = {pair: Lane(f"{pair[0]}->{pair[1]}", lane_bytes) for pair in places}
         self._landings: dict[int, _Op] = {}
 
-    def start(self, graph: TransferGraph, region: Region | None = None) -> Run:
+    def start(self, graph: TransferGraph, region: Region | None = None, tag: Any = None) -> Run:
         """Enter a graph. Its landings can be joined from now on; nothing moves before `run`."""
         ops = []
         for copy in graph.ops:
@@ -120,7 +122,7 @@ class Engine:
             if copy.landing:
                 self._landings[copy.landing] = op
             ops.append(op)
-        return Run(graph, ops, region)
+        return Run(graph, ops, region, tag)
 
     async def run(self, run: Run) -> None:
         """Run all ops of a graph; return when none can move a byte any more. Ops start in order, a
@@ -278,7 +280,8 @@ class Engine:
         to_device: bool,
     ) -> Statuses:
         assert run.region is not None, "a graph that touches the device needs a region"
-        await self.device.copy(BlockCopy(run.region, device_blocks, slots, to_device, layers))
+        batch = BlockCopy(run.region, device_blocks, slots, to_device, layers, run.tag)
+        await self.device.copy(batch)
         return np.zeros(len(slots), np.uint8)
 
     async def _read_to_device(

@@ -16,8 +16,10 @@ def cut_by_layers(graph: TransferGraph, layers: int, chunk_blocks: int) -> Trans
     """Return the graph with long copies from host to device cut into ranges of the device's layers.
 
     Each range moves about as many bytes as `chunk_blocks` whole blocks, or one layer if that is
-    more, and starts when the one before is over, for all blocks.
+    more, and starts when the one before is over, for all blocks. 0 layers: nothing is cut.
     """
+    if not layers:
+        return graph
     ops: list[Copy] = []
     last: list[int] = []  # of each op of the graph: the number of its last part
     for op in graph.ops:

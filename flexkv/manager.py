@@ -194,8 +194,7 @@ class KVManager:
         """Start a plan.
 
         Args:
-            slot_mapping: device slots of the plan's tokens (`plan.matched` of them, or more), the
-                first one for token `plan.offset`.
+            slot_mapping: device slots of `plan.matched` tokens or more, from `plan.offset` on.
             layerwise: bring the first layers of all blocks first.
 
         Raises:
@@ -213,9 +212,8 @@ class KVManager:
                 plan, self._host.think(stack.planner.launch_put, plan.put, device_blocks)
             )
         get = self._host.think(stack.planner.plan_get, plan.blocks, plan.keys, device_blocks, now)
-        graph, region = get.graph, self._region
-        if layerwise and region is not None and region.layers:
-            graph = cut_by_layers(graph, region.layers, stack.planner.chunk_blocks)
+        layers = self._region.layers if layerwise and self._region is not None else 0
+        graph = cut_by_layers(get.graph, layers, stack.planner.chunk_blocks)
         return self._start(plan, graph, get.saves, get.by_tier, device_blocks)
 
     def get_async(self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None) -> Transfer:
@@ -280,7 +278,7 @@ class KVManager:
             self._host.save(saves)
         request = Request(
             plan,
-            stack.engine.start(graph, self._region),
+            stack.engine.start(graph, self._region, plan.tag),
             tokens_per_block=stack.spec.tokens_per_block,
             by_tier=by_tier or {},
             device_blocks=device_blocks,
@@ -332,7 +330,5 @@ class KVManager:
         return self._stack.events.listen()
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """Blocks per tier: capacity, free, resident; plus open plans and running transfers under
-        "manager".
-        """
+        """Blocks per tier: capacity, free, resident; open plans and transfers under "manager"."""
         return self._stack.usage(transfers=len(self._host.transfers))

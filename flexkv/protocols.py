@@ -86,13 +86,15 @@ class RegionHandle:
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """A batch between device and host: item i pairs device block `device_blocks[i]` with arena slot
-    `host_slots[i]`."""
+    `host_slots[i]`. `layers` is a half-open range, None for all; `tag` is the transfer's, see Plan.
+    """
 
     region: Region
     device_blocks: SlotIds
     host_slots: SlotIds
     to_device: bool
     layers: tuple[int, int] | None = None
+    tag: Any = None
 
     def __len__(self) -> int:
         return len(self.device_blocks)

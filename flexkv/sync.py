@@ -1,14 +1,13 @@
 """flexkv for callers without an event loop: one loop thread behind plain blocking calls.
 
 `BlockingKVManager` has KVManager's verbs; each call runs on the loop thread and returns when it is
-answered; `post` does not wait, `visit` makes a call while the loop rests. `BlockingTransfer` wraps
-a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
+answered; `post` does not wait, `visit` makes a call between two things that the loop does.
+`BlockingTransfer` wraps a handle: `result`, `done`, `durable`, `cancel`, `quiesced`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import selectors
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
@@ -20,6 +19,7 @@ from flexkv.errors import ClosedError
 from flexkv.events import EventStream
 from flexkv.manager import KVManager, Namespace
 from flexkv.protocols import Region
+from flexkv.threads import SharedSelector, haste
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 _T = TypeVar("_T")
@@ -92,26 +92,6 @@ class _Answer(Generic[_T]):
         return value
 
 
-class _RestingSelector(selectors.DefaultSelector):
-    """The loop's selector, with a lock that the loop thread holds except while it waits here: who
-    holds it instead has the manager to himself.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for events with the lock released."""
-        if timeout is not None and timeout <= 0:
-            return super().select(timeout)
-        self.lock.release()
-        try:
-            return super().select(timeout)
-        finally:
-            self.lock.acquire()
-
-
 def _nothing() -> None:
     """Only wakes the loop."""
 
@@ -130,7 +110,7 @@ class BlockingKVManager:
 
     def __init__(self, config: FlexKVConfig | None = None, **overrides: Any) -> None:
         self._kv = KVManager(config, **overrides)
-        self._rests = _RestingSelector()
+        self._shared = SharedSelector()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # nothing is handed to a loop that has been told to stop
@@ -139,7 +119,7 @@ class BlockingKVManager:
     def __enter__(self) -> Self:
         if self._thread is not None:
             raise ClosedError("a BlockingKVManager is entered once; make another one")
-        self._loop = asyncio.SelectorEventLoop(self._rests)
+        self._loop = asyncio.SelectorEventLoop(self._shared)
         self._thread = threading.Thread(target=self._serve, name="flexkv-loop", daemon=True)
         self._thread.start()
         try:
@@ -173,7 +153,7 @@ class BlockingKVManager:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
         loop = self._loop
-        with self._rests.lock:
+        with self._shared.lock:
             loop.run_forever()
             left = asyncio.all_tasks(loop)
             for task in left:
@@ -228,20 +208,23 @@ class BlockingKVManager:
         return answer.wait()
 
     def visit(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
-        """Make a plain call on this thread while the loop thread rests, without waking it: for
-        questions (`get_match`) that a scheduler asks at every step. It waits until the loop has
-        nothing to do at this moment.
+        """Make a plain call on this thread, between two things that the loop thread does, without
+        waking it: for questions (`get_match`) that a scheduler asks at every step.
 
         The call may not start anything on the loop: no transfers, no tasks.
         """
-        loop, host = self._running_loop(), self._kv._host
-        with self._rests.lock:
+        loop, host, shared = self._running_loop(), self._kv._host, self._shared
+        with haste:
+            with shared.turn:
+                shared.lock.acquire()
             own, host.thread = host.thread, threading.get_ident()
             try:
                 return verb(*arguments, **keywords)
             finally:
                 host.thread = own
-                loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
+                if shared.asleep:
+                    loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
+                shared.lock.release()
 
     def post(self, verb: Callable[..., object], *arguments: Any) -> None:
         """Have a plain call made on the loop thread soon, without waiting for it. Calls are made in
@@ -252,7 +235,8 @@ class BlockingKVManager:
             verb(*arguments)
 
         loop = self._running_loop()
-        loop.call_soon_threadsafe(_start, loop, make())
+        with haste:
+            loop.call_soon_threadsafe(_start, loop, make())
 
     @property
     def manager(self) -> KVManager:

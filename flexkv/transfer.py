@@ -73,9 +73,10 @@ class Plan:
     """A match: its blocks cannot be evicted until it is launched, cancelled, or its time is over.
 
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
+    `tag` is for the device backend, which finds it with every copy; the ranks backend knows some.
     """
 
-    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "put")
+    __slots__ = ("_cancel", "blocks", "keys", "kind", "matched", "offset", "open", "put", "tag")
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Plan:
         self.kind, self.offset, self.matched = kind, offset, matched
         self.blocks, self.keys, self.put = blocks, keys, put
         self.open = True
+        self.tag: Any = None
         self._cancel = cancel
 
     def cancel(self) -> None:

@@ -117,8 +117,9 @@ async def test_the_first_layer_is_waited_for_while_the_last_one_has_not_landed(
             worker._backend_class = Slow
             await joined(server)
             await kv.put_async(tokens, slots(0, 1, 2, 3))
-            server.stamps.give(blocks, 0, load=1)
-            load = kv.launch(kv.get_match(tokens), slots(*blocks), layerwise=True)
+            plan = kv.get_match(tokens)
+            plan.tag = 0, 1
+            load = kv.launch(plan, slots(*blocks), layerwise=True)
 
             def wait(layer: int | None, timeout_s: float) -> tuple[int, ...] | None:
                 return worker.wait_loaded(1, 4, layer, timeout_s)
@@ -135,10 +136,10 @@ async def test_the_first_layer_is_waited_for_while_the_last_one_has_not_landed(
 
 
 async def test_a_load_that_nobody_brings_is_given_up_when_the_time_is_over(tmp_path: Path) -> None:
-    async with manager(tmp_path / "s", 1) as (_, server):
+    async with manager(tmp_path / "s", 1) as (kv, server):
         with agent(tmp_path / "s", 0, 1, memory()) as worker:
             await joined(server)
-            server.stamps.give([3], 0, load=1)
+            await kv.put_async(list(range(TOKENS)), slots(0))
             start = time.monotonic()
             assert await anyio.to_thread.run_sync(worker.wait_loaded, 1, 1, 0, 0.2) is None
             assert 0.15 < time.monotonic() - start < 3

@@ -132,8 +132,9 @@ async def test_a_copy_waits_until_the_engine_has_begun_its_step(tmp_path: Path) 
     async with manager(path, 1) as (kv, server):
         with agent(path, 0, 1, memory()) as worker:
             await joined(server)
-            server.stamps.give([0], 5)
-            transfer = kv.put_async(tokens, slots(0))
+            plan = kv.put_match(tokens)
+            plan.tag = 5, 0
+            transfer = kv.launch(plan, slots(0))
             worker.begin_step(4)
             with anyio.move_on_after(0.05):
                 await transfer
@@ -217,8 +218,9 @@ async def test_a_killed_worker_is_a_miss_and_its_successor_serves_again(tmp_path
             with worker_process(path, 1, 2) as other:
                 await joined(server)
                 assert (await kv.put_async(tokens, slots(0, 1))).stored == 2 * TOKENS
-                server.stamps.give(range(BLOCKS), 1)  # not begun: workers hold its copies back
-                transfer = kv.get_async(tokens, slots(4, 5))
+                plan = kv.get_match(tokens)
+                plan.tag = 1, 0  # a step that has not begun: workers hold its copies back
+                transfer = kv.launch(plan, slots(4, 5))
                 with anyio.move_on_after(0.05):
                     await transfer
                 os.kill(other.pid, signal.SIGKILL)
@@ -226,7 +228,6 @@ async def test_a_killed_worker_is_a_miss_and_its_successor_serves_again(tmp_path
                 await transfer.quiesced()
                 assert (await transfer).loaded == 0
             assert not server.ready
-            server.stamps.give(range(BLOCKS), 0)
             with worker_process(path, 1, 2):
                 await joined(server)
                 assert (await kv.get_async(tokens, slots(4, 5))).loaded == 2 * TOKENS

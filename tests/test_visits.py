@@ -1,7 +1,9 @@
-"""Calls of other threads: `call` and `post` run in order on the loop's, `visit` while it rests."""
+"""Calls of other threads: `call` and `post` run in order on the loop's, `visit` in between."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 
 import numpy as np
@@ -71,3 +73,32 @@ def test_posts_happen_in_order() -> None:
             kv.post(seen.append, number)
         kv.call(int)
         assert seen == list(range(100))
+
+
+def test_a_visit_gets_in_between_the_turns_of_a_loop_that_never_rests() -> None:
+    with opened() as kv:
+        over = threading.Event()
+
+        async def bustle() -> None:
+            while not over.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+        busy = threading.Thread(target=kv.run, args=(bustle,))
+        busy.start()
+        visitor = threading.Thread(target=kv.visit, args=(int,), daemon=True)
+        visitor.start()
+        visitor.join(5)
+        late = visitor.is_alive()
+        over.set()
+        busy.join(30)
+        assert not late
+
+
+def test_threads_switch_sooner_during_a_visit_and_as_usual_after_it() -> None:
+    usual = sys.getswitchinterval()
+    with opened() as kv:
+        assert kv.visit(sys.getswitchinterval) < usual / 10
+        with pytest.raises(ZeroDivisionError):
+            kv.visit(lambda: 1 // 0)
+        kv.post(int)
+        assert sys.getswitchinterval() == usual

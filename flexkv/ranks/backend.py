@@ -109,6 +109,9 @@ class RanksBackend:
     async def copy(self, batch: BlockCopy) -> None:
         """Have every rank copy its share; return when all bytes have landed.
 
+        The batch's tag is None, or the step of the engine that has to have begun and the number of
+        the load that workers wait for (0: they do not), see `Gate` and `Loads`.
+
         Raises:
             InputError: a block or slot does not exist, or the lists differ in length.
             TransferError: a rank is missing, died, stalled or failed.
@@ -125,7 +128,7 @@ class RanksBackend:
             )
         if not len(blocks):
             return
-        step, load = server.stamps.of(blocks)
+        step, load = batch.tag or (0, 0)
         packed = wire.ids_to_bytes(blocks), wire.ids_to_bytes(slots)
         move = wire.Move(0, step, batch.to_device, *packed, batch.layers, load)
         ticket = completions.ticket(server.ranks, keep=arena)

@@ -1,9 +1,10 @@
-"""Whose turn it is at a device block: `Stamps` (the manager's side) and `Gate` (a worker's side).
+"""Whose turn it is at a worker's device blocks: `Gate`.
 
-The engine gives blocks to requests step by step. `Stamps.give` notes the step, and every copy is
-sent with the one of its blocks. A worker's `Gate` holds a copy back until the engine has begun that
-step - what the copy reads was written by steps before, what it writes is not in use by them any
-more - and refuses it when its blocks have been taken away since: `begin`, `enter`, `leave`, `wait`.
+`begin`, `wait` (the engine's thread) - `enter`, `leave`, `reopen` (the thread that copies). The
+engine gives blocks to requests step by step, and each copy comes with the step from which on its
+request had them. It is held back until the engine has begun that step - what it reads was written
+by steps before, what it writes is not in use by them any more - and is refused when its blocks have
+been taken away since.
 """
 
 from __future__ import annotations
@@ -16,25 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.model import SlotIds
-
-
-class Stamps:
-    """Of each device block: the step in which it was given out last, and the load it waits for."""
-
-    def __init__(self, blocks: int) -> None:
-        self._steps: NDArray[np.int64] = np.zeros(blocks, np.int64)
-        self._loads: NDArray[np.int64] = np.zeros(blocks, np.int64)
-        self.last_load = 0
-
-    def give(self, blocks: Collection[int], step: int, load: int = 0) -> None:
-        """Note that copies of `blocks` belong to `step` from now on, and to load number `load`."""
-        ids = np.fromiter(blocks, np.int64, len(blocks))
-        self._steps[ids], self._loads[ids] = step, load
-        self.last_load = max(self.last_load, load)
-
-    def of(self, blocks: SlotIds) -> tuple[int, int]:
-        """Return step and load of a copy of `blocks`, which have one owner."""
-        return int(self._steps[blocks].max()), int(self._loads[blocks[0]])
 
 
 class Gate:

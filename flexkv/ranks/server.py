@@ -27,7 +27,6 @@ from flexkv._core import ffi, lib
 from flexkv.errors import ConfigError, TransferError
 from flexkv.memory import Arena
 from flexkv.ranks import wire
-from flexkv.ranks.gates import Stamps
 from flexkv.telemetry import log
 
 
@@ -47,7 +46,7 @@ class _Link:
 class RankServer:
     """Sends copies to the workers of one engine.
 
-    `stamps` says in which step of the engine each device block was given out: see `Gate`.
+    `last_load` numbers the loads that workers wait for, the last of them.
 
     Args:
         path: where to listen; its directory should be private.
@@ -67,7 +66,7 @@ class RankServer:
             )
         self.path, self.ranks = path, ranks
         self.share_bytes, self.blocks = share_bytes, blocks
-        self.stamps = Stamps(blocks)
+        self.last_load = 0
         self.joined = 0  # workers let in so far, rejoining ones again
         self._timeout_s = timeout_ms / 1e3
         self._lock = threading.Lock()
@@ -269,7 +268,7 @@ class RankServer:
             self._arena.stride_bytes,
             hello.rank * self.share_bytes,
             self._inline_bytes,
-            self.stamps.last_load,
+            self.last_load,
         )
         try:
             socket.send_fds(link.socket, [wire.pack(welcome)], [self._arena.fd])

@@ -223,6 +223,74 @@ class Child:
         self.settle()
         return computed
 
+    def hold_layers(self) -> None:
+        """Hold the later layers of a load back until the first one has been waited for."""
+        import threading
+
+        import anyio.to_thread
+
+        from flexkv.backends.cpu import CpuBackend
+        from flexkv.integration.vllm.worker import WorkerSide
+
+        copy, wait = CpuBackend.copy, WorkerSide.await_layer
+        first = threading.Event()
+        self.held = 0
+
+        async def hold(backend: Any, batch: Any) -> None:
+            if batch.to_device and batch.layers is not None and batch.layers[0] > 0:
+                await anyio.to_thread.run_sync(first.wait)
+                self.held += 1
+            await copy(backend, batch)
+
+        def await_layer(worker: Any, name: str) -> None:
+            loading = bool(worker._awaited)
+            wait(worker, name)
+            if loading:
+                first.set()
+
+        CpuBackend.copy, WorkerSide.await_layer = hold, await_layer
+
+    def held_parts(self) -> int:
+        """How many copies of later layers waited for the first one."""
+        return self.held
+
+    def abort_while_loading(self, prompt: list[int]) -> None:
+        """Ask, and abort while the first step runs: before vLLM hears how its load went."""
+        from vllm import SamplingParams
+
+        from flexkv.integration.vllm.worker import WorkerSide
+
+        engine, hear = self.llm.llm_engine, WorkerSide.failed_blocks
+        core = engine.engine_core.engine_core
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=8))
+
+        def abort(worker: Any, news: Any) -> set[int]:
+            core.aborts_queue.put_nowait([request.request_id for request in self.scheduler.running])
+            return hear(worker, news)
+
+        WorkerSide.failed_blocks = abort
+        engine.step()
+        WorkerSide.failed_blocks = hear
+        engine.abort_request(["aborted"])
+        self.settle()
+
+    def same_step(self, first: list[int], second: list[int], tokens: int) -> dict[str, Any]:
+        """Load a prompt that fails, and one step later ask what begins alike."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        engine.add_request("a", {"prompt_token_ids": first}, sampling)
+        engine.add_request("b", {"prompt_token_ids": second}, sampling)
+        outputs = {}
+        engine.step()
+        engine.add_request("c", {"prompt_token_ids": second}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = list(output.outputs[0].token_ids)
+        return outputs
+
     def churn(
         self, prompts: list[list[int]], tokens: int, aborted: list[int], seed: int
     ) -> dict[str, Any]:

@@ -13,11 +13,16 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.parallel_state import get_tp_group
 
+from flexkv.errors import ConfigError
+from flexkv.integration.vllm.geometry import minor_version
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats
+from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.scheduler import SchedulerSide
 from flexkv.integration.vllm.worker import WorkerSide
 from flexkv.telemetry import log
+
+_SYNC_SINCE = 28  # connectors get to know the block pool
 
 
 class Calls:
@@ -29,6 +34,7 @@ class Calls:
     def open_side(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Become the scheduler's side or a worker's, as `role` says."""
         if role == KVConnectorRole.SCHEDULER:
+            _refuse_sync(vllm_config)
             _prefer_recompute(vllm_config)
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, vllm.__version__)
         else:
@@ -147,6 +153,24 @@ class Calls:
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+
+def _refuse_sync(vllm_config: Any) -> None:
+    """Refuse synchronous loads where vLLM could not take back what was computed from failed ones.
+
+    Raises:
+        ConfigError: vLLM is too old, or schedules a step before the outcome of the last is known.
+    """
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if Options.read(extra).load != "sync":
+        return
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        raise ConfigError(
+            'load "sync" needs each step to end before the next is scheduled: start vLLM with '
+            '--no-async-scheduling, or leave load at "async"'
+        )
+    if minor_version(vllm.__version__) < _SYNC_SINCE:
+        raise ConfigError(f'load "sync" needs vLLM 0.{_SYNC_SINCE} or newer; use "async"')
 
 
 def _prefer_recompute(vllm_config: Any) -> None:

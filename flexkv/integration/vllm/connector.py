@@ -35,6 +35,10 @@ class FlexKVConnector(Calls, KVConnectorBase_V1):
         assert isinstance(news, StepNews)
         return news
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See SyncLoads.pool."""
+        self.scheduler.sync_loads.pool = gpu_block_pool
+
     @property
     def requires_kv_delivery(self) -> bool:
         """No: a save that is lost is a miss later."""

@@ -1,9 +1,11 @@
 """What the scheduler's side keeps of vLLM's requests: `State` (one request), `Work` (one load or
-save of it), `serves` (whether it is looked up), `namespace_of` (who may share its blocks).
+save of it), `serves` (whether it is looked up), `namespace_of` (who may share its blocks),
+`slots_of` (blocks as the manager takes them).
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ class Work:
     request: str
     blocks: list[int]
     is_load: bool
+    step: int = 0  # of the engine, from which on the request has the blocks
     number: int = 0  # of a load that the workers wait for themselves
     silent: bool = False  # vLLM is not to be told: it does not wait
     failed: tuple[int, ...] = ()
@@ -31,6 +34,11 @@ class Work:
     moved_tokens: int = 0
     elapsed_s: float = 0.0
     reported: bool = False
+
+    def cancel(self) -> None:
+        """Drop what has not started; in the manager's thread."""
+        if self.transfer is not None:
+            self.transfer.cancel()
 
     def book(self, transfer: Transfer) -> None:
         """Note what the transfer, which is over, has moved."""
@@ -59,7 +67,9 @@ class State:
         """Return the request's tokens so far; only new ones are converted."""
         have = len(self.tokens)
         if request.num_tokens > have:
-            new = np.array(request.all_token_ids[have:], np.int32)
+            added = request.all_token_ids[have:]
+            packed = struct.pack(f"{len(added)}i", *added)  # in half the time of np.array(added)
+            new = np.frombuffer(packed, np.int32)
             self.tokens = np.concatenate((self.tokens, new)) if have else new
         return self.tokens
 
@@ -71,6 +81,12 @@ def serves(request: Any) -> bool:
         and getattr(request, "prompt_embeds", None) is None
         and not getattr(request, "skip_reading_prefix_cache", False)
     )
+
+
+def slots_of(blocks: list[int], size: int) -> NDArray[np.int64]:
+    """Return the device slots of blocks of `size` tokens."""
+    starts = np.asarray(blocks, np.int64) * size
+    return (starts[:, None] + np.arange(size)).reshape(-1)
 
 
 def namespace_of(request: Any) -> tuple[str, ...]:

@@ -3,22 +3,18 @@
 `matched_tokens` - `allocated` - `news` (once per step) - `outcome` - `finished` - `take_events`,
 `take_stats` - `reset`, `close`.
 
-vLLM's thread only asks for matches, while the loop rests; everything else is posted to the
-manager's loop thread, and what becomes of it waits in `_done` for the next step. Each load and each
-save that was started is reported exactly once, when none of its bytes can move any more.
+vLLM's thread only asks for matches, in between what the loop does; everything else is posted to the
+manager's loop thread, see `carrier`, and what becomes of it waits there for the next step. Each
+load and each save that was started is reported exactly once, when none of its bytes can move any
+more.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections import deque
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.carrier import Carrier
 from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
 from flexkv.integration.vllm.messages import StepNews
@@ -26,10 +22,10 @@ from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
+from flexkv.integration.vllm.sync_loads import SyncLoads
 from flexkv.ranks import RankServer
 from flexkv.sync import BlockingKVManager
 from flexkv.telemetry import log
-from flexkv.transfer import Plan
 
 _JOIN_S = 10.0
 _IDLE_S = 0.002
@@ -45,8 +41,7 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, version: str) -> None:
-        transfer = vllm_config.kv_transfer_config
-        self._options = Options.read(transfer.kv_connector_extra_config)
+        self._options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
         geometry = describe(vllm_config, kv_cache_config, version)
         self._size = geometry.tokens_per_block
         self._server = RankServer(
@@ -69,15 +64,17 @@ class SchedulerSide:
             prompt_only=self._options.save == "prompt",
         )
         self._states: dict[str, State] = {}
-        self._step = 0
-        self._numbers = 0
-        self._pending = 0
-        self._awaited: list[tuple[int, list[int]]] = []
-        self._done: deque[Work] = deque()
-        self._news = threading.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._step = self._pending = 0
+        self._awaiting_step = 0  # the one that the last load waits for
+        self.sync_loads = SyncLoads(self._size)
         self._metrics = Metrics(self.kv.manager.telemetry, self._options.metrics_port)
         self._events = open_events(self.kv, self._size, vllm_config)
+        self._carrier = Carrier(
+            self.kv.manager,
+            self._server,
+            self._events,
+            asynchronous=self._options.load == "async",
+        )
 
     # --- vLLM's thread
 
@@ -86,26 +83,29 @@ class SchedulerSide:
         if serves(request):
             self._state(request).read(request)
 
-    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Return how many tokens behind `computed` can be loaded, and whether asynchronously."""
-        if computed % self._size or not self._server.ready or not serves(request):
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind `computed` can be loaded (None: ask in the next step), and
+        whether asynchronously.
+        """
+        if not serves(request):
             return 0, False
         state = self._state(request)
-        if state.load_failed:
-            # It is computed now. Were a load offered again, vLLM would count its blocks twice when
-            # it looks for room, and with little of that wait for ever.
+        state.read(request)
+        if self.sync_loads.concerns(state, computed):
+            return None, False
+        # After a failed load it is computed. Were one offered again, vLLM would count its blocks
+        # twice when it looks for room, and with little of that wait for ever.
+        if state.load_failed or computed % self._size or not self._server.ready:
             return 0, False
         question = (computed, request.num_tokens)
         if state.plan is None or not state.plan.open or state.asked != question:
             self._drop_plan(state)
-            tokens = state.read(request)
             try:
-                plan = self.kv.visit(self._match, tokens, state.namespace, computed)
+                plan = self.kv.visit(self._carrier.match, state, computed)
             except FlexKVError as error:
                 log.error("vllm.match_failed", request=request.request_id, error=repr(error))
                 return 0, False
-            state.asked = question
-            state.plan = plan
+            state.asked, state.plan = question, plan
         if state.plan is None or state.plan.matched < self._options.min_load_tokens:
             self._drop_plan(state)
             return 0, False
@@ -123,35 +123,35 @@ class SchedulerSide:
         plan, state.plan = state.plan, None
         computed = state.asked[0]
         first, last = computed // self._size, (computed + loading) // self._size
-        load = Work(request.request_id, list(blocks.get_block_ids()[0][first:last]), True)
+        held = blocks.get_block_ids()[0]
+        load = Work(request.request_id, list(held[first:last]), True, step=self._step + 1)
         if self._options.load == "sync":
-            self._numbers += 1
-            load.number, load.silent = self._numbers, True
-            self._awaited.append((load.number, load.blocks))
+            self.sync_loads.begin(load, state, computed, held)
+            self._server.last_load = load.number
         load.naming = self._events.naming(request, state.tokens, last)
         state.load = load
         state.known_tokens = computed + loading
-        # The blocks may still be in use by the steps before this one.
-        self._server.stamps.give(load.blocks, self._step + 1, load.number)
+        self._awaiting_step = self._step + 1
         self._pending += 1
         self._metrics.add("loads")
         self._metrics.add("asked_tokens", loading)
-        self.kv.post(self._launch, load, plan, state.tokens, state.namespace, computed)
+        self.kv.post(self._carrier.launch, load, plan, state.tokens, state.namespace, computed)
 
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
-        if not output.total_num_scheduled_tokens and self.busy():
+        begins = self._awaiting_step == self._step
+        if not output.total_num_scheduled_tokens and self.busy() and not begins:
             # Nothing is computed in this step: better to wait for the end of a transfer than to
             # take the interpreter from the threads that bring it about.
-            self._news.clear()
-            if not self._done:
-                self._news.wait(_IDLE_S)
+            self._carrier.news.clear()
+            if not self._carrier.done:
+                self._carrier.news.wait(_IDLE_S)
         withdrawn = self._saves.scheduled(output)
-        news = StepNews(self._step, awaited=self._awaited, withdrawn=withdrawn)
-        self._awaited = []
-        while self._done:
-            work = self._settle(self._done.popleft())
+        awaited = self.sync_loads.take_awaited()
+        news = StepNews(self._step, awaited=awaited, withdrawn=withdrawn)
+        while self._carrier.done:
+            work = self._settle(self._carrier.done.popleft())
             if work is None:
                 continue
             (news.received if work.is_load else news.sent).add(work.request)
@@ -164,10 +164,11 @@ class SchedulerSide:
 
         Failures go the other way, because vLLM has looked at failed blocks before it asks here.
         """
-        for work in list(self._done):
+        self.sync_loads.outcome(output.invalid_block_ids)
+        for work in list(self._carrier.done):
             if work.failed:
                 continue
-            self._done.remove(work)
+            self._carrier.done.remove(work)
             if self._settle(work) is None:
                 continue
             name = "finished_recving" if work.is_load else "finished_sending"
@@ -179,12 +180,12 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
-        name, saves = request.request_id, list(self._saves.finished(request.request_id))
+        name, load = request.request_id, state.load
+        saves = list(self._saves.finished(name))
         self._drop_plan(state)
-        load = state.load
         if load is not None and not load.reported:
             if not load.number:  # vLLM waits for its end by itself
-                self.kv.post(self._cancel, load)
+                self.kv.post(load.cancel)
                 return False
             # A synchronous load is not cut short: vLLM may count its blocks as cached already.
             load.is_load = False
@@ -203,13 +204,12 @@ class SchedulerSide:
 
     def _save(self, request: Any, state: State, blocks: list[int]) -> Work:
         """Store a request's first blocks."""
-        save = Work(request.request_id, blocks, False)
-        self._server.stamps.give(blocks, self._step)
+        save = Work(request.request_id, blocks, False, step=self._step)
         self._pending += 1
         self._metrics.add("saves")
         tokens = state.read(request)[: len(blocks) * self._size]
         save.naming = self._events.naming(request, tokens, len(blocks))
-        self.kv.post(self._put, save, tokens, state.namespace)
+        self.kv.post(self._carrier.put, save, tokens, state.namespace)
         return save
 
     def busy(self) -> bool:
@@ -261,87 +261,3 @@ class SchedulerSide:
             if state is not None:
                 state.known_tokens, state.load_failed = 0, True
         return None if work.silent else work
-
-    # --- the manager's thread
-
-    def _match(
-        self, tokens: NDArray[np.int32], namespace: tuple[str, ...], computed: int
-    ) -> Plan | None:
-        leave = 0 if self._options.load == "async" else 1
-        plan = self.kv.manager.get_match(
-            tokens, namespace=namespace, computed_tokens=computed, leave_tokens=leave
-        )
-        if plan.matched:
-            return plan
-        plan.cancel()
-        return None
-
-    def _slots(self, blocks: list[int]) -> NDArray[np.int64]:
-        starts = np.asarray(blocks, np.int64) * self._size
-        return (starts[:, None] + np.arange(self._size)).reshape(-1)
-
-    def _launch(
-        self,
-        load: Work,
-        plan: Plan | None,
-        tokens: NDArray[np.int32],
-        namespace: tuple[str, ...],
-        computed: int,
-    ) -> None:
-        wanted = len(load.blocks) * self._size
-        manager = self.kv.manager
-        try:
-            if plan is None or not plan.open or plan.matched != wanted:
-                if plan is not None:
-                    plan.cancel()
-                plan = manager.get_match(
-                    tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
-                )
-            layerwise = self._options.load == "sync"
-            slots = self._slots(load.blocks)
-            load.transfer = manager.launch(plan, slots, layerwise=layerwise)
-            self._events.learn(plan.keys, load.naming, computed // self._size)
-        except FlexKVError as error:
-            log.warning("vllm.load_failed", request=load.request, error=repr(error))
-            self._report(load, tuple(load.blocks))
-            return
-        self._watch(load)
-
-    def _put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
-        try:
-            save.transfer = self.kv.manager.put_async(
-                tokens, self._slots(save.blocks), namespace=namespace
-            )
-            self._events.learn(save.transfer.keys, save.naming)
-        except FlexKVError as error:
-            log.warning("vllm.save_failed", request=save.request, error=repr(error))
-            self._report(save)
-            return
-        self._watch(save)
-
-    def _cancel(self, work: Work) -> None:
-        if work.transfer is not None:
-            work.transfer.cancel()
-
-    def _watch(self, work: Work) -> None:
-        task = asyncio.get_running_loop().create_task(self._wait_for(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _wait_for(self, work: Work) -> None:
-        assert work.transfer is not None
-        await work.transfer.quiesced()
-        work.book(work.transfer)
-        if work.is_load:
-            self._report(work, tuple(work.blocks[work.moved_tokens // self._size :]))
-            return
-        settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
-        self._report(work)
-        await settled
-
-    def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
-        work.failed = failed
-        if work.number:
-            self._server.tell_loaded(work.number, failed)
-        self._done.append(work)
-        self._news.set()

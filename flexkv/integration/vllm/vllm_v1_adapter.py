@@ -28,11 +28,11 @@ class FlexKVConnectorV1Impl(Calls):
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if Options.read(extra).save_every_tokens:
+        options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if options.save_every_tokens or options.load == "sync":
             raise ConfigError(
-                "save_every_tokens needs a call before each step, which vLLM's FlexKVConnectorV1 "
-                'does not hand on; use "kv_connector_module_path": '
+                'save_every_tokens and load "sync" need calls that vLLM\'s FlexKVConnectorV1 does '
+                'not hand on; use "kv_connector_module_path": '
                 '"flexkv.integration.vllm.connector" instead'
             )
         self.open_side(vllm_config, role, kv_cache_config)

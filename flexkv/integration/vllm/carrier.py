@@ -1,0 +1,117 @@
+"""What the scheduler's side does on the manager's thread: looks up, launches, puts, waits for ends.
+
+`Carrier.match` - `launch`, `put` (a load, a save). What has ended waits in `done`, and `news` is
+set: vLLM's thread takes it from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import CapacityError, FlexKVError
+from flexkv.integration.vllm.events import NoEvents
+from flexkv.integration.vllm.requests import State, Work, slots_of
+from flexkv.manager import KVManager
+from flexkv.ranks import RankServer
+from flexkv.telemetry import log
+from flexkv.transfer import Plan
+
+
+class Carrier:
+    """Loads and saves of one engine; all calls belong to the manager's thread, but for `match`,
+    which may visit it.
+    """
+
+    def __init__(
+        self, manager: KVManager, server: RankServer, events: NoEvents, *, asynchronous: bool
+    ) -> None:
+        self._manager, self._server, self._events = manager, server, events
+        self._asynchronous, self._size = asynchronous, manager.config.tokens_per_block
+        self.done: deque[Work] = deque()
+        self.news = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def match(self, state: State, computed: int) -> Plan | None:
+        """Look up what can be loaded behind `computed` tokens; None: nothing."""
+        # A step computes one token at least; vLLM takes it back from an asynchronous load.
+        plan = self._manager.get_match(
+            state.tokens,
+            namespace=state.namespace,
+            computed_tokens=computed,
+            leave_tokens=0 if self._asynchronous else 1,
+        )
+        if plan.matched:
+            return plan
+        plan.cancel()
+        return None
+
+    def launch(
+        self,
+        load: Work,
+        plan: Plan | None,
+        tokens: NDArray[np.int32],
+        namespace: tuple[str, ...],
+        computed: int,
+    ) -> None:
+        """Start a load of what lies behind `computed` tokens, by `plan` if it is still good."""
+        wanted = len(load.blocks) * self._size
+        manager = self._manager
+        try:
+            if plan is None or not plan.open or plan.matched != wanted:
+                if plan is not None:
+                    plan.cancel()
+                plan = manager.get_match(
+                    tokens[: computed + wanted], namespace=namespace, computed_tokens=computed
+                )
+            slots = slots_of(load.blocks, self._size)
+            plan.tag = load.step, load.number
+            load.transfer = manager.launch(plan, slots, layerwise=bool(load.number))
+            self._events.learn(plan.keys, load.naming, computed // self._size)
+        except FlexKVError as error:
+            log.warning("vllm.load_failed", request=load.request, error=repr(error))
+            self._report(load, tuple(load.blocks))
+            return
+        self._watch(load)
+
+    def put(self, save: Work, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
+        """Start a save."""
+        try:
+            plan = self._manager.put_match(tokens, namespace=namespace)
+            plan.tag = save.step, 0
+            save.transfer = self._manager.launch(plan, slots_of(save.blocks, self._size))
+            self._events.learn(save.transfer.keys, save.naming)
+        except FlexKVError as error:
+            if isinstance(error, CapacityError):
+                self._manager.telemetry.add("refused_puts", 1)
+            log.warning("vllm.save_failed", request=save.request, error=repr(error))
+            self._report(save)
+            return
+        self._watch(save)
+
+    def _watch(self, work: Work) -> None:
+        task = asyncio.get_running_loop().create_task(self._wait_for(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wait_for(self, work: Work) -> None:
+        assert work.transfer is not None
+        await work.transfer.quiesced()
+        work.book(work.transfer)
+        if work.is_load:
+            self._report(work, tuple(work.blocks[work.moved_tokens // self._size :]))
+            return
+        settled = self._events.settle()  # before vLLM hears of the end, and may fall asleep
+        self._report(work)
+        await settled
+
+    def _report(self, work: Work, failed: tuple[int, ...] = ()) -> None:
+        work.failed = failed
+        if work.number:
+            self._server.tell_loaded(work.number, failed)
+        self.done.append(work)
+        self.news.set()
