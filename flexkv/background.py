@@ -51,6 +51,7 @@ class Spiller:
         self._queue_blocks, self._batch_blocks = queue_blocks, max(1, batch_blocks)
         self.workers = batches_in_flight
         self._queue: deque[_Offer] = deque()
+        self._early: list[_Offer] = []  # blocks whose ancestors are still on their way to the host
         self._wave = 0  # offers before and after a `caught_up` are told apart by it
         self._outstanding: Counter[int] = Counter()  # blocks of a wave not yet dealt with
         self._queued_blocks = 0
@@ -69,7 +70,7 @@ class Spiller:
     @property
     def busy(self) -> bool:
         """Whether blocks are queued or being written."""
-        return bool(self._queue) or self._active > 0
+        return bool(self._queue or self._early) or self._active > 0
 
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
@@ -78,13 +79,24 @@ class Spiller:
     def _enqueue(self, offer: _Offer) -> None:
         self._queue.append(offer)
         self._queued_blocks += len(offer.blocks)
-        self._pending[offer.blocks] += 1
-        self._outstanding[offer.wave] += len(offer.blocks)
+        self._count(offer)
         while self._queued_blocks > self._queue_blocks and len(self._queue) > 1:
             dropped = self._take(self._batch_blocks)
             self._settle(dropped)
             self._telemetry.add("dropped_blocks", len(dropped.blocks), work="spill")
         self._work.raise_()
+
+    def _defer(self, offer: _Offer) -> None:
+        """Keep blocks until something lands in the host: it may be an ancestor of theirs."""
+        self._early.append(offer)
+        self._count(offer)
+
+    def landed(self) -> None:
+        """Say that something has landed, or never will."""
+        early, self._early = self._early, []
+        for offer in early:
+            self._discount(offer)
+            self._enqueue(offer)
 
     def pending(self, blocks: BlockIds) -> BoolArray:
         """Which blocks are queued or being written."""
@@ -98,11 +110,18 @@ class Spiller:
         self._queued_blocks -= len(blocks)
         return _Offer(blocks, keys, wave)
 
-    def _settle(self, offer: _Offer) -> None:
+    def _count(self, offer: _Offer) -> None:
+        self._pending[offer.blocks] += 1
+        self._outstanding[offer.wave] += len(offer.blocks)
+
+    def _discount(self, offer: _Offer) -> None:
         self._pending[offer.blocks] -= 1
         self._outstanding[offer.wave] -= len(offer.blocks)
         if self._outstanding[offer.wave] <= 0:
             del self._outstanding[offer.wave]
+
+    def _settle(self, offer: _Offer) -> None:
+        self._discount(offer)
         self.progress.raise_()
 
     async def run(self) -> None:
@@ -121,7 +140,9 @@ class Spiller:
                 self._settle(offer)
 
     async def _spill(self, offer: _Offer) -> None:
-        graph, dropped = self._planner.plan_spill(offer.blocks, offer.keys)
+        graph, dropped, early = self._planner.plan_spill(offer.blocks, offer.keys)
+        if len(early):
+            self._defer(_Offer(early, self._planner.index.keys(early), offer.wave))
         if dropped:
             self._telemetry.add("dropped_blocks", dropped, work="spill")
         if graph is None:
@@ -194,7 +215,7 @@ class Discarder:
     def __init__(self, ledger: Ledger, stores: Mapping[str, StorageBackend]) -> None:
         self._ledger, self._stores = ledger, stores
         self._work, self._idle = Signal(), Signal()
-        self._active = 0
+        self._underway: list[Discard] = []
         self._rounds = 0  # batches dealt with
         self._stopped = False
 
@@ -208,18 +229,22 @@ class Discarder:
         if self._ledger.discards:
             self._work.raise_()
 
+    @property
+    def forgetting(self) -> list[Discard]:
+        """What is being forgotten or waits for it: slots that are in no pool yet."""
+        return self._underway + self._ledger.discards
+
     async def run(self) -> None:
         """Serve the ledger's discards until cancelled."""
         while True:
             while not self._ledger.discards:
                 self._idle.raise_()
                 await self._work.wait()
-            batch = self._ledger.discards[:]
+            self._underway = self._ledger.discards[:]
             self._ledger.discards.clear()
-            self._active = len(batch)
-            for discard in batch:
-                await self._discard(discard)
-            self._active = 0
+            while self._underway:
+                await self._discard(self._underway[0])
+                del self._underway[0]
             self._rounds += 1
             self._idle.raise_()
 
@@ -240,13 +265,13 @@ class Discarder:
 
     async def drained(self) -> None:
         """Wait until there is nothing to forget."""
-        while (self._ledger.discards or self._active) and not self._stopped:
+        while self.forgetting and not self._stopped:
             self._work.raise_()
             await self._idle.wait()
 
     async def caught_up(self) -> None:
         """Wait until what is to be forgotten by now is forgotten."""
-        rounds = self._rounds + bool(self._active) + bool(self._ledger.discards)
+        rounds = self._rounds + bool(self._underway) + bool(self._ledger.discards)
         while self._rounds < rounds and not self._stopped:
             self._work.raise_()
             await self._idle.wait()

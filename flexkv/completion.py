@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _DRAIN = 256  # finished tickets per C call
 _FLUSH_EVERY, _FLUSH_RETRY_S = 8, 0.005  # batches; a refused one (no kernel memory) wakes nobody
-
 # What hardware may still write to although its hub is gone: nobody can say when freeing it is safe.
 _abandoned: list[object] = []
 
@@ -126,8 +125,8 @@ class Latch:
 class Completions:
     """Tickets of one event loop. Make it inside the running loop, use it from that thread.
 
-    `hub` and `crew` are the C objects (fx_hub*, fx_crew*) that backends pass on to C. `wakeups`
-    counts how often the loop was told that something finished.
+    `hub` (fx_hub*) and `crew` are C objects that backends pass on to C. `wakeups` counts how often
+    the loop was told that something finished.
 
     Args:
         tickets: how many may be out at once (up to 2**20).
@@ -145,11 +144,8 @@ class Completions:
         self.hub: CData = lib.fx_hub_open(tickets)
         if self.hub == ffi.NULL:
             raise _os_error(f"cannot make a hub of {tickets} tickets")
-        self.crew: CData = lib.fx_crew_open(crew_threads, crew_queue)
-        if self.crew == ffi.NULL:
-            error = _os_error(f"cannot start {crew_threads} threads with {crew_queue} queued jobs")
-            lib.fx_hub_close(self.hub, 0)
-            raise error
+        self._crew: CData = ffi.NULL
+        self._crew_size = (crew_threads, crew_queue)
         self.wakeups = 0
         self._tickets = tickets
         self._open: dict[int, tuple[Ticket, object]] = {}
@@ -161,6 +157,15 @@ class Completions:
         self._idle = asyncio.Event()
         self._fd = lib.fx_hub_fd(self.hub)
         self._loop.add_reader(self._fd, self._ready)
+
+    @property
+    def crew(self) -> CData:
+        """The crew (fx_crew*). Its threads start with the first work; FlexKVError if they cannot."""
+        if self._crew == ffi.NULL and not self._closed:
+            self._crew = lib.fx_crew_open(*self._crew_size)
+            if self._crew == ffi.NULL:
+                raise _os_error("cannot start {} threads for {} jobs".format(*self._crew_size))
+        return self._crew
 
     # --- tickets
 
@@ -182,8 +187,7 @@ class Completions:
         if number == 0:
             if not 0 < parts <= lib.fx_hub_max_parts():
                 raise InputError(
-                    f"a ticket has 1 to {lib.fx_hub_max_parts()} parts, not {parts}; "
-                    "complete batches, not blocks"
+                    f"a ticket has 1 to {lib.fx_hub_max_parts()} parts, not {parts}: a batch each"
                 )
             raise CapacityError(f"all {self._tickets} tickets are in flight; raise `tickets`")
         ticket = Ticket(number, parts, self._loop)
@@ -267,8 +271,7 @@ class Completions:
     def _drain(self) -> None:
         if self._closed:
             return
-        # The signal first, then the work: what finishes from here on signals again. It may be
-        # spurious.
+        # The signal (it may be spurious) before the work: what finishes from here on signals again.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         for ring in self._rings:
@@ -320,16 +323,14 @@ class Completions:
             return 0
         self._closed = True
         if not self._loop.is_closed():
-            # Before the fd is closed: its number is given to someone else at once.
+            # before the fd is closed: its number is given to someone else at once
             self._loop.remove_reader(self._fd)
         self._rings.clear()
         stayed_out = list(self._open.values())
         self._open.clear()
         _abandoned.extend(keep for _, keep in stayed_out if keep is not None)
-        if stayed_out:  # a crew thread may be stuck in the work of a lost ticket: do not join it
-            lib.fx_crew_leave(self.crew)
-        else:
-            lib.fx_crew_close(self.crew)
+        if self._crew != ffi.NULL:  # a thread may be stuck in the work of a lost ticket
+            (lib.fx_crew_leave if stayed_out else lib.fx_crew_close)(self._crew)
         lib.fx_hub_close(self.hub, 0)
         if not self._loop.is_closed():
             for ticket, _ in stayed_out:

@@ -47,7 +47,7 @@ class Host:
         self.resetting = False
         self._saves: set[Run] = set()
         self._ended = Signal()
-        self.transfers: set[Transfer] = set()
+        self.transfers: dict[Transfer, None] = {}  # in the order of their start
         self._deadlines: Deadlines[Request]
         self._carriers: Carriers[Request]
         self._admission = Admission(config)
@@ -219,7 +219,7 @@ class Host:
             self._finish(request)
             return
         transfer = request.transfer
-        self.transfers.add(transfer)
+        self.transfers[transfer] = None
         self._admission.enter(request.kind)
         self._deadlines.add(request)
         self._carriers.start(request)
@@ -250,7 +250,7 @@ class Host:
         self._deadlines.remove(request)
         self._stack.planner.release(request.run.graph.blocks)
         if transfer in self.transfers:
-            self.transfers.discard(transfer)
+            del self.transfers[transfer]
             self._admission.leave(request.kind)
         transfer.quiesce()
         request.report()
@@ -267,6 +267,7 @@ class Host:
 
     def _pass_on(self, stack: Stack) -> None:
         """Hand the work that the ledger has collected to those who do it."""
+        stack.spiller.landed()
         for blocks, keys in stack.ledger.spills:
             stack.spiller.offer(blocks, keys)
         stack.ledger.spills.clear()

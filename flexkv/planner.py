@@ -331,7 +331,7 @@ class Planner:
 
     # down to the stores
 
-    def plan_spill(self, blocks: BlockIds, keys: KeyArray) -> tuple[TransferGraph | None, int]:
+    def plan_spill(self, blocks: BlockIds, keys: KeyArray) -> spills.Spill:
         """Plan to write host blocks to the stores that lack them; see `flexkv.spills`."""
         return spills.plan_spill(self.ledger, blocks, keys)
 

@@ -8,6 +8,8 @@ deterministic.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from flexkv.ledger import Ledger
@@ -18,6 +20,7 @@ from flexkv.model import (
     PRIORITY_SPILL,
     READY,
     BlockIds,
+    BoolArray,
     Copy,
     KeyArray,
     Span,
@@ -25,19 +28,34 @@ from flexkv.model import (
 )
 
 
-def plan_spill(
-    ledger: Ledger, blocks: BlockIds, keys: KeyArray
-) -> tuple[TransferGraph | None, int]:
+class Spill(NamedTuple):
+    """What is to be written (None: nothing), how many blocks were dropped, and those that are too
+    early: an ancestor is still on its way to the host.
+    """
+
+    graph: TransferGraph | None
+    dropped: int
+    early: BlockIds
+
+
+def plan_spill(ledger: Ledger, blocks: BlockIds, keys: KeyArray) -> Spill:
     """Plan to write host blocks, and ancestors of theirs, to the stores that lack them; pins them.
 
-    Blocks that left the host since they were offered, or that find no slot, are dropped: returns
-    the graph (None when nothing is left to do) and the number of dropped blocks.
+    Blocks that left the host since they were offered, that find no slot, or whose ancestors are
+    nowhere, are dropped.
     """
     index, host = ledger.index, ledger.host.number
     still = (index.keys(blocks) == keys).all(axis=1)
     still &= index.states(host, blocks) == READY
     dropped = int(np.count_nonzero(~still))
-    lacking = [_lacking(ledger, store.number, blocks[still]) for store in ledger.stores]
+    lacking, unready = [], []
+    for store in ledger.stores:
+        wanted, rest = _lacking(ledger, store.number, blocks[still])
+        lacking.append(wanted)
+        unready.append(rest)
+    left_out = _once(unready)
+    early = left_out[_waiting(ledger, left_out)]
+    dropped += len(left_out) - len(early)
     blocks = _once(lacking)
     order = np.argsort(index.depths(blocks), kind="stable")
     blocks, ops, goal = blocks[order], [], HOST
@@ -59,18 +77,44 @@ def plan_spill(
     index.unpin(parents)
     if not ops:
         index.unpin(blocks)
-        return None, dropped
-    return _graph(ledger, tuple(ops), blocks, goal), dropped
+        return Spill(None, dropped, early)
+    return Spill(_graph(ledger, tuple(ops), blocks, goal), dropped, early)
 
 
-def _lacking(ledger: Ledger, store: int, blocks: BlockIds) -> BlockIds:
-    """Those of `blocks`, and ancestors, that the host could write to a store; ancestors first."""
+def _lacking(ledger: Ledger, store: int, blocks: BlockIds) -> tuple[BlockIds, BlockIds]:
+    """Those of `blocks`, and ancestors, that the host could write to a store, ancestors first; and
+    those that it must not, because they would be there without an ancestor.
+    """
     index, host = ledger.index, ledger.host.number
     wanted = blocks[index.states(store, blocks) == ABSENT]
     parents = np.unique(index.parents(wanted))
     above = index.unsaved(host, store, parents[~np.isin(parents, wanted)])
     wanted = _once([above, wanted])
-    return wanted[np.argsort(index.depths(wanted), kind="stable")]
+    wanted = wanted[np.argsort(index.depths(wanted), kind="stable")]
+    parents = index.parents(wanted)
+    alone = (parents != NO_BLOCK) & ~np.isin(parents, wanted)
+    alone[alone] = index.states(store, parents[alone]) == ABSENT
+    if not alone.any():
+        return wanted, wanted[:0]
+    alone = _spread(parents, wanted, alone)
+    return wanted[~alone], wanted[alone]
+
+
+def _spread(parents: BlockIds, blocks: BlockIds, marked: BoolArray) -> BoolArray:
+    """Mark the descendants of what is marked, too."""
+    while True:
+        more = marked | np.isin(parents, blocks[marked])
+        if np.array_equal(more, marked):
+            return marked
+        marked = more
+
+
+def _waiting(ledger: Ledger, blocks: BlockIds) -> BoolArray:
+    """Which blocks, or their ancestors among them, have a parent that is landing in the host."""
+    parents = ledger.index.parents(blocks)
+    landing = parents != NO_BLOCK
+    landing[landing] = ledger.landings(parents[landing]) > 0
+    return _spread(parents, blocks, landing)
 
 
 def _pin_parents(ledger: Ledger, blocks: BlockIds) -> BlockIds:
@@ -94,7 +138,7 @@ def plan_save(ledger: Ledger, blocks: BlockIds) -> tuple[BlockIds, TransferGraph
     Returns the blocks that found a slot: never one without its ancestors.
     """
     index, host, store = ledger.index, ledger.host.number, ledger.stores[0]
-    wanted = _lacking(ledger, store.number, blocks)
+    wanted, _ = _lacking(ledger, store.number, blocks)
     parents = _pin_parents(ledger, wanted)
     taken = store.take(len(wanted), partial=True)
     index.unpin(parents)

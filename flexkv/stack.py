@@ -186,11 +186,11 @@ async def _open_memory(
     config: FlexKVConfig, spec: KVSpec, slots: int, closer: AsyncExitStack
 ) -> tuple[Arena, Completions]:
     """Open arena and completions; the arena outlives whatever may still write to it."""
-    arena = await anyio.to_thread.run_sync(
-        lambda: Arena(
-            slots, spec.stride_bytes, huge_pages=config.huge_pages, prefault=config.prefault
-        )
+    make_arena = partial(
+        Arena, slots, spec.stride_bytes, huge_pages=config.huge_pages, prefault=config.prefault
     )
+    # only touching the pages takes time
+    arena = await anyio.to_thread.run_sync(make_arena) if config.prefault else make_arena()
     completions = Completions(
         tickets=config.tickets,
         crew_threads=config.crew_threads or None,

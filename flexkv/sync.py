@@ -19,7 +19,7 @@ from flexkv.errors import ClosedError
 from flexkv.events import EventStream
 from flexkv.manager import KVManager, Namespace
 from flexkv.protocols import Region
-from flexkv.threads import SharedSelector, haste
+from flexkv.threads import SharedSelector
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 _T = TypeVar("_T")
@@ -214,17 +214,16 @@ class BlockingKVManager:
         The call may not start anything on the loop: no transfers, no tasks.
         """
         loop, host, shared = self._running_loop(), self._kv._host, self._shared
-        with haste:
-            with shared.turn:
-                shared.lock.acquire()
-            own, host.thread = host.thread, threading.get_ident()
-            try:
-                return verb(*arguments, **keywords)
-            finally:
-                host.thread = own
-                if shared.asleep:
-                    loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
-                shared.lock.release()
+        with shared.turn:
+            shared.lock.acquire()
+        own, host.thread = host.thread, threading.get_ident()
+        try:
+            return verb(*arguments, **keywords)
+        finally:
+            host.thread = own
+            if shared.asleep:
+                loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
+            shared.lock.release()
 
     def post(self, verb: Callable[..., object], *arguments: Any) -> None:
         """Have a plain call made on the loop thread soon, without waiting for it. Calls are made in
@@ -235,8 +234,7 @@ class BlockingKVManager:
             verb(*arguments)
 
         loop = self._running_loop()
-        with haste:
-            loop.call_soon_threadsafe(_start, loop, make())
+        loop.call_soon_threadsafe(_start, loop, make())
 
     @property
     def manager(self) -> KVManager:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
-import time
+import time as clock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +19,21 @@ from typing import Any, ClassVar
 import anyio
 import numpy as np
 import pytest
-from kit_samples import Int8, Plain, Queue, ShelfDevice, ShelfDeviceHarness
+from kit_samples import (
+    Int8,
+    Patient,
+    PatientHarness,
+    Plain,
+    Queue,
+    ShelfDevice,
+    ShelfDeviceHarness,
+)
 from numpy.typing import NDArray
 
 from flexkv._core import lib
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.disk import DiskBackend
+from flexkv.completion import Completions, Ticket
 from flexkv.errors import TransferError
 from flexkv.model import DAMAGED, FAILED, LANDED, BlockIds, BoolArray, KVSpec, SlotIds, Statuses
 from flexkv.policies.lru import LRU
@@ -157,7 +166,7 @@ class Sleeping(CpuBackend):
     """The hardware is polled with sleeps."""
 
     async def copy(self, batch: BlockCopy) -> None:
-        time.sleep(0.001)  # noqa: ASYNC251 - the bug
+        clock.sleep(0.001)  # noqa: ASYNC251 - the bug
         await super().copy(batch)
 
 
@@ -327,6 +336,20 @@ class AllLayers(CpuBackend):
         await super().copy(replace(batch, layers=None))
 
 
+class _LosingTests(DeviceBackendTests):
+    pass
+
+
+_KITS[_LosingTests] = PatientHarness
+
+
+@mutant(_LosingTests, "test_a_completion_that_never_comes_ends_in_time", "waits for ever")
+class WithoutDeadline(Patient):
+    """A completion that never comes is waited for."""
+
+    def watch(self, completions: Completions, ticket: Ticket) -> None: ...
+
+
 # --- stores
 
 
@@ -471,7 +494,7 @@ class Unlocked(DiskBackend):
     """The directory of another owner is taken."""
 
     async def open(self, services: Services) -> Recovered | None:
-        paths = [path / str(time.monotonic_ns()) for path in services.settings["directories"]]
+        paths = [path / str(clock.monotonic_ns()) for path in services.settings["directories"]]
         return await super().open(replace(services, settings={"directories": paths}))
 
 

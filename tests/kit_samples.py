@@ -1,13 +1,15 @@
-"""Honest plug-ins that the kit's own tests need: `Queue` (a policy without the index's order),
+"""Honest plug-ins that the kit's own tests need: `Patient` (a device that loses completions),
+`Queue` (a policy without the index's order),
 `Shelf` and `ShelfDevice` (a store in memory, and a device that reads from it), `Plain` and `Int8`
 (codecs).
 """
 
 from __future__ import annotations
 
+import errno
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,11 +19,13 @@ from numpy.typing import NDArray
 
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.packing import checked_ids
-from flexkv.errors import ClosedError, InputError
+from flexkv.completion import Completions, Ticket
+from flexkv.errors import ClosedError, InputError, TransferError
 from flexkv.model import BlockIds, BoolArray, IOStatus, KVSpec, SlotIds, Statuses
 from flexkv.protocols import (
     BlockCopy,
     BlockIO,
+    DeviceBackend,
     DeviceInfo,
     PolicyContext,
     Recovered,
@@ -32,6 +36,36 @@ from flexkv.testing import DirectHarness, StorageHarness
 from flexkv.testing.built_in import CpuHarness
 
 Bytes = NDArray[np.uint8]
+
+
+class Patient(CpuBackend):
+    """A `cpu` device that may lose completions, and waits for them for 50 ms."""
+
+    losing = False
+
+    async def copy(self, batch: BlockCopy) -> None:
+        if not self.losing:
+            return await super().copy(batch)
+        assert self._services is not None
+        completions = self._services.completions
+        ticket = completions.ticket()
+        self.watch(completions, ticket)
+        if (await ticket).failed:
+            raise TransferError("no completion came within 50 ms")
+
+    def watch(self, completions: Completions, ticket: Ticket) -> None:
+        completions.call_later(0.05, completions.fail, ticket, errno.ETIMEDOUT)
+
+
+class PatientHarness(CpuHarness):
+    """Makes it lose them."""
+
+    @contextmanager
+    def lose(self, backend: DeviceBackend, services: Services) -> Iterator[None]:
+        assert isinstance(backend, Patient)
+        backend.losing = True
+        yield
+        backend.losing = False
 
 
 class Queue:

@@ -144,7 +144,10 @@ class World:
     def spill(self) -> None:
         """Write down the oldest offer."""
         if self.ledger.spills:
-            self.start(self.planner.plan_spill(*self.ledger.spills.pop(0))[0])
+            spill = self.planner.plan_spill(*self.ledger.spills.pop(0))
+            self.start(spill.graph)
+            if len(spill.early):
+                self.ledger.spills.append((spill.early, self.index.keys(spill.early)))
 
     def discard(self) -> None:
         """Make the disk forget the oldest slots to forget."""
@@ -300,6 +303,12 @@ class World:
             for other in self.tiers.values():
                 somewhere |= self.index.states(other.number, parents) != TierState.ABSENT
             assert somewhere.all(), "a block is readable, its parent is nowhere"
+        if self.perfect and tier.name == DISK:
+            here = blocks[states != TierState.ABSENT]
+            parents = self.index.parents(here)
+            parents = parents[parents != 0xFFFF_FFFF]
+            above = self.index.states(tier.number, parents)
+            assert (above != TierState.ABSENT).all(), "a store holds a block without its parent"
 
     def _readable(self, block: int, key: Label) -> bool:
         here = np.array([block], np.uint32)

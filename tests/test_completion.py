@@ -244,8 +244,9 @@ def test_misuse_is_told(loop: str) -> None:
             completions.ticket()
         with pytest.raises(FlexKVError, match="tickets"):
             Completions(tickets=0)
-        with pytest.raises(FlexKVError, match="threads"):
-            Completions(crew_threads=0)
+        async with opened(crew_threads=0) as completions:
+            with pytest.raises(FlexKVError, match="threads"):
+                _ = completions.crew
 
     run_on(loop, main())
 

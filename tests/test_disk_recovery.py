@@ -370,10 +370,10 @@ def test_a_million_records_are_read_quickly(tmp_path: Path) -> None:
     directory.write_superblock(superblock)
     os.pwrite(directory.records_fd, records.tobytes(), disk_format.SUPERBLOCK_BYTES)
     os.ftruncate(directory.data_fd, count * 4096)
-    from flexkv.backends.disk.recovery import _Opening
+    from flexkv.backends.disk.recovery import Opening
     from flexkv.backends.disk.settings import DiskSettings
 
-    opening = _Opening(DiskSettings((tmp_path,)), IDENTITY, geometry, [directory])
+    opening = Opening(DiskSettings((tmp_path,)), IDENTITY, geometry, [directory])
     opening.members[0] = superblock
     started = time.process_time()
     table, recovered = opening._adopt(b"s" * 16)

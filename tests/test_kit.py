@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from kit_samples import Int8, Plain, Queue, ShelfDevice, ShelfDeviceHarness
+from kit_samples import Int8, Patient, PatientHarness, Plain, Queue, ShelfDevice, ShelfDeviceHarness
 
-from flexkv import plugins
+from flexkv import FlexKVConfig, plugins
 from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.disk import DiskBackend
 from flexkv.testing import (
@@ -25,6 +25,8 @@ from flexkv.testing import (
     StorageBackendTests,
 )
 from flexkv.testing.built_in import CpuHarness, DiskHarness
+from flexkv.testing.device_bench import DeviceKit
+from flexkv.testing.guard import ContractError, no_blocking_calls
 from flexkv.testing.harness import DeviceHarness, DirectHarness, StorageHarness
 
 
@@ -42,6 +44,14 @@ class TestCpuByTheCrew(DeviceBackendTests):
     @pytest.fixture
     def harness(self) -> DeviceHarness:
         return CpuHarness(CpuBackend, {"inline_bytes": 0})
+
+
+class TestPatientDevice(DeviceKit):
+    test_it_ends_in_time = DeviceBackendTests.test_a_completion_that_never_comes_ends_in_time
+
+    @pytest.fixture
+    def harness(self) -> DeviceHarness:
+        return PatientHarness(Patient)
 
 
 class OneDirectory(DiskHarness):
@@ -89,12 +99,6 @@ class TestDirect(DirectStorageTests):
         return ShelfDeviceHarness(ShelfDevice)
 
 
-class TestDirectDevice(DeviceBackendTests):
-    @pytest.fixture
-    def harness(self) -> DeviceHarness:
-        return ShelfDeviceHarness(ShelfDevice)
-
-
 class TestPlainCodec(CodecTests):
     @pytest.fixture
     def harness(self) -> CodecHarness:
@@ -109,6 +113,13 @@ class TestLossyCodec(CodecTests):
     @pytest.fixture
     def harness(self) -> CodecHarness:
         return Float32(Int8)
+
+
+async def test_blocking_calls_of_flexkv_are_seen_wherever_it_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("model: m")
+    watched = no_blocking_calls(CpuBackend, "DeviceBackend.copy")
+    with pytest.raises(ContractError, match="on the event loop"), watched:
+        FlexKVConfig.load(tmp_path / "settings.yaml")
 
 
 # --- pytest --flexkv-verify

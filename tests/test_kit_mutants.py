@@ -52,3 +52,9 @@ def test_a_mutant_is_killed_by_its_test(
     assert said, f"survived: {mutant.bug}"
     assert mutant.says in " ".join(said.split())
     assert "The contract: flexkv/protocols.py" in said
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_table_of_mutants_is_complete(mutant: Mutant) -> None:
+    row = f"| {mutant.bug.rstrip('.')} | `{mutant.killed_by.partition('[')[0]}` |"
+    assert row in (HERE.parent / "docs/testing.md").read_text().splitlines()

@@ -5,11 +5,7 @@ Speed is a benchmark's business; the bounds here only catch what is plainly wron
 
 from __future__ import annotations
 
-import asyncio
-import time
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +14,7 @@ from blockbuster import BlockingError, blockbuster_ctx
 
 import flexkv
 from flexkv import FlexKVConfig, KVManager, KVSpec
+from flexkv.testing.guard import ticking
 
 # where our code is: an editable install has another folder in front of it
 OURS = types.ModuleType("ours")
@@ -27,38 +24,6 @@ BLOCKS = 256
 SPEC = KVSpec.uniform(layers=8, heads=8, head_size=64, dtype="float16", tokens_per_block=16)
 assert SPEC.block_bytes == 256 << 10
 STALL_LIMIT_MS = 100
-
-
-class Ticker:
-    """Runs every millisecond, and remembers the longest time that it was kept from running."""
-
-    def __init__(self) -> None:
-        self.worst_ms = 0.0
-        self._loop = asyncio.get_running_loop()
-        self._due = 0.0
-        self._handle: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        self._due = time.perf_counter() + 0.001
-        self._handle = self._loop.call_later(0.001, self._tick)
-
-    def _tick(self) -> None:
-        self.worst_ms = max(self.worst_ms, (time.perf_counter() - self._due) * 1e3)
-        self.start()
-
-    def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-
-
-@contextmanager
-def ticking() -> Iterator[Ticker]:
-    ticker = Ticker()
-    ticker.start()
-    try:
-        yield ticker
-    finally:
-        ticker.stop()
 
 
 def config(path: Path, **more: object) -> FlexKVConfig:

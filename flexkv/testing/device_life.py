@@ -235,6 +235,23 @@ class DeviceLifeTests(DeviceKit):
                 "the copy after one that failed brought other bytes",
             )
 
+    @on_loop
+    async def test_a_completion_that_never_comes_ends_in_time(self, bench: DeviceBench) -> None:
+        """The bytes may have landed or not; nobody waits for ever, and no ticket stays out."""
+        async with opened(bench, LARGE) as device:
+            memory = device.memory(bench.axes("PBNHD"), 8, plain=True)
+            before = memory.snapshot()
+            with bench.harness.lose(device.backend, device.services):
+                copying = device.copy(range(8), range(8), to_device=False)
+                with contextlib.suppress(TransferError):
+                    await within(bench.limit_s, copying, COPY, "a copy waits for ever")
+                    landed = [
+                        np.array_equal(device.bytes_of(n), memory.block(before, n))
+                        for n in range(8)
+                    ]
+                    what = "no completion came and no byte, but copy returned as if all was well"
+                    require(all(landed), COPY, what)
+
     @pytest.mark.parametrize("to_device", [False, True])
     @on_loop
     async def test_large_copies_do_not_keep_the_loop_from_running(

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import anyio
@@ -187,13 +188,23 @@ def no_blocking_calls(plugin: Any, door: str) -> Iterator[None]:
     except ImportError:
         raise Unsupported("install blockbuster to see blocking calls") from None
     package = sys.modules.get(getattr(plugin, "__module__", "flexkv").partition(".")[0], flexkv)
-    with blockbuster_ctx([flexkv, package], excluded_modules=[flexkv.testing]) as guard:
+    watched = [_where_it_is(flexkv), _where_it_is(package)]
+    with blockbuster_ctx(watched, excluded_modules=[_where_it_is(flexkv.testing)]) as guard:
         for name in ("io.TextIOWrapper.write", "io.BufferedWriter.write"):
             guard.functions[name].deactivate()  # the log
         try:
             yield
         except BlockingError as error:
             raise ContractError(door, f"{error} on the event loop: use a thread") from error
+
+
+def _where_it_is(module: ModuleType) -> ModuleType:
+    """The module, or its folder: an editable install has another one in front."""
+    if not hasattr(module, "__path__") or module.__file__ is None:
+        return module
+    folder = ModuleType(module.__name__)
+    folder.__path__ = [os.path.dirname(module.__file__)]
+    return folder
 
 
 def leftovers() -> tuple[int, int]:

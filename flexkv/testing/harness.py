@@ -171,6 +171,14 @@ class DeviceHarness(Harness):
         """
         raise Unsupported("give the harness a `fail` to test copies that fail")
 
+    def lose(self, backend: DeviceBackend, services: Services) -> AbstractContextManager[None]:
+        """Have the completions of copies that start inside the block never come.
+
+        Raises:
+            Unsupported: cannot be done here; the tests that need it are skipped.
+        """
+        raise Unsupported("give the harness a `lose` to test completions that never come")
+
 
 class StorageHarness(Harness):
     """A storage backend. As it stands, there is no back door to what it stores.

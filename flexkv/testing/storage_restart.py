@@ -12,7 +12,7 @@ import pytest
 
 from flexkv.errors import FlexKVError
 from flexkv.model import DAMAGED, LANDED, MISSING
-from flexkv.testing.children import ChildError, in_child, until_killed
+from flexkv.testing.children import ChildError, in_child, in_fork, until_killed
 from flexkv.testing.guard import on_loop, require
 from flexkv.testing.harness import Origin, StorageHarness
 from flexkv.testing.storage_bench import (
@@ -164,6 +164,18 @@ class StorageRestartTests(StorageKit):
             )
 
     @on_loop
+    async def test_a_fork_that_ends_disturbs_nobody(self, bench: StorageBench) -> None:
+        async with opened(bench) as store:
+            await store.put([1, 2])
+            in_fork(_nothing)
+            statuses = [await store.get([1, 2]), await store.put([3]), await store.get([3])]
+            require(
+                statuses == [[LANDED] * 2, [LANDED], [LANDED]],
+                READ,
+                f"after a fork of the process has ended, statuses are {statuses}",
+            )
+
+    @on_loop
     async def test_what_was_acknowledged_survives_a_kill(
         self, harness: StorageHarness, bench: StorageBench
     ) -> None:
@@ -192,6 +204,10 @@ class StorageRestartTests(StorageKit):
                 WRITE,
                 f"killed after write said LANDED: read again, blocks are {statuses}",
             )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _needs_persistence(bench: StorageBench) -> None:

@@ -87,25 +87,30 @@ class DiskBackend:
             )
         store = await open_patiently(settings, services.identity, services.capacity_blocks)
         try:
-            self.engine, self.engine_reason = await engines.choose(
+            engine, self.engine_reason = await engines.choose(
                 settings, store.buffered, services.completions, services.arena
             )
         except BaseException:
             store.release()
             raise
-        self.engine_name = self.engine.name
+        crew = Crew(services.completions, services.arena, spec.block_bytes)
+        self.work_on(store, engine, crew, settings)
+        return store.recovered
+
+    def work_on(self, store: Store, engine: Engine, crew: Crew, settings: DiskSettings) -> None:
+        """Take an open store and those who move its bytes; `open` ends with this."""
+        self.engine, self.engine_name = engine, engine.name
         self.report = store.report
         self._settings = settings
         self._geometry = store.geometry
         self._stride_bytes = store.geometry.stride_bytes
         self._data_fds = np.array([d.data_fd for d in store.directories], np.int32)
-        self._crew = Crew(services.completions, services.arena, spec.block_bytes)
-        self.records = RecordFiles(store, self._crew)
+        self._crew = crew
+        self.records = RecordFiles(store, crew)
         self._table = store.table
         self._chunk_turns = anyio.Semaphore(_MAX_CHUNKS, fast_acquire=True)
         self._store = store
         self._tell()
-        return store.recovered
 
     @property
     def capacity_blocks(self) -> int:
@@ -201,7 +206,11 @@ class DiskBackend:
         if scope.cancelled_caught:
             log.error("disk.stuck", timeout_s=_CLOSE_TIMEOUT_S)
         elif store is not None:
-            await anyio.to_thread.run_sync(_close, store, limiter=anyio.CapacityLimiter(1))
+            await self.let_go(store)
+
+    async def let_go(self, store: Store) -> None:
+        """Push a store to its device and unlock it, in a thread; `aclose` ends with this."""
+        await anyio.to_thread.run_sync(store.close, limiter=anyio.CapacityLimiter(1))
 
     def _tell(self) -> None:
         """Say once how the tier works and what was found."""
@@ -336,12 +345,3 @@ class DiskBackend:
 def _pick(batch: BlockIO, part: Positions) -> tuple[SlotIds, SlotIds]:
     slots = np.ascontiguousarray(batch.store_slots[part], np.uint32)
     return slots, np.ascontiguousarray(batch.host_slots[part], np.uint32)
-
-
-def _close(store: Store) -> None:
-    for directory in store.directories:
-        try:
-            directory.sync()
-        except OSError as error:  # what did not get there fails its checksum when it is read
-            log.warning("disk.sync_failed", directory=str(directory.path), error=str(error))
-    store.release()

@@ -1,8 +1,8 @@
 """Opening a store: is it ours, is it whole, what did a previous life commit.
 
-`open_store` (blocking) locks the directories, decides by the rule `on_mismatch`, makes or mends
-the files, and reads the records into a `Store`: its `SlotTable`, the `Recovered` rows and a
-`Report` of what was dropped and why.
+`open_store` (blocking) locks the directories; `Opening.run` decides by the rule `on_mismatch`,
+makes or mends the files, and reads the records into a `Store`: its `SlotTable`, the `Recovered`
+rows and a `Report` of what was dropped and why.
 """
 
 from __future__ import annotations
@@ -72,6 +72,15 @@ class Store:
         for directory in self.directories:
             directory.release()
 
+    def close(self) -> None:
+        """Push what was written to the devices, then `release`."""
+        for directory in self.directories:
+            try:
+                directory.sync()
+            except OSError as error:  # what did not get there fails its checksum when it is read
+                log.warning("disk.sync_failed", directory=str(directory.path), error=str(error))
+        self.release()
+
 
 def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
     """Open or make the store of `slots` slots in the directories of `settings`.
@@ -87,7 +96,7 @@ def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
     try:
         for directory in directories:
             directory.acquire()
-        store = _Opening(settings, identity, geometry, directories).run()
+        store = Opening(settings, identity, geometry, directories).run()
         reasons = [direct_io_problem(item.data_fd, item.path) for item in directories]
         store.buffered = next(filter(None, reasons), "")
         return store
@@ -113,7 +122,7 @@ async def open_patiently(settings: DiskSettings, identity: Identity, slots: int)
         await anyio.sleep(_LOCK_RETRY_S)
 
 
-class _Opening:
+class Opening:
     """The steps of one opening, and what they know of each other."""
 
     def __init__(

@@ -1,0 +1,395 @@
+"""One life of a manager in a world: from opening it to closing it, or to a crash.
+
+`Life.open`, `close`, `crash` - the verbs of a story (`put`, `get`, `launch`, ...), each with a task
+that follows what it started and holds the result against what is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from flexkv import plugins
+from flexkv.backends.disk.table import SlotTable
+from flexkv.config import FlexKVConfig
+from flexkv.errors import CapacityError, ClosedError, TransferError
+from flexkv.manager import KVManager
+from flexkv.protocols import Services
+from flexkv.testing.worlds.chance import Chance, mix
+from flexkv.testing.worlds.device import SPEC, TOKENS, Loan, Memory, WorldDevice
+from flexkv.testing.worlds.disk import Crash, Platter, WorldDisk
+from flexkv.testing.worlds.hardware import Fault, Hardware, Journal
+from flexkv.testing.worlds.story import Path
+from flexkv.testing.worlds.watch import Contents, Key, Watch
+from flexkv.transfer import GetResult, Plan, PutResult, Transfer
+
+DEVICE_BLOCKS = 40
+PATIENCE_S = 300.0  # virtual: whoever still waits then waits for ever
+_EXPECTED = (CapacityError, TransferError)
+
+
+@lru_cache(4096)
+def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
+    """The configuration of a world: everything small, so that everything is short of room."""
+    given, stride = dict(settings), SPEC.stride_bytes
+    return FlexKVConfig(
+        model="world",
+        spec=SPEC,
+        device="world-device",
+        disk_backend="world-disk",
+        host_cache_bytes=given["host"] * stride,
+        disk_cache_bytes=given["disk"] * stride,
+        disk_dirs=["world"],
+        spill=given["spill"],
+        eviction_policy=given["policy"],
+        evict_ratio=given["evict_ratio"],
+        chunk_bytes=given["chunk"] * stride,
+        staging_bytes=given["staging"] * stride,
+        max_in_flight_gets=given["in_flight"],
+        max_in_flight_puts=given["in_flight"],
+        max_in_flight_prefetches=given["in_flight"],
+        tickets=given["tickets"],
+        spill_queue_blocks=given["queue"],
+        transfer_timeout_ms=2000,
+        plan_ttl_ms=200,
+        close_timeout_ms=20_000,
+        huge_pages=False,
+        prefault=False,
+        crew_threads=1,
+    )
+
+
+class Life:
+    """A manager, its device memory, and the tasks of its users."""
+
+    def __init__(
+        self,
+        seed: int,
+        number: int,
+        settings: tuple[tuple[str, Any], ...],
+        platter: Platter | None,
+        journal: Journal,
+        *,
+        perfect: bool,
+        expected: set[Key] | None,
+    ) -> None:
+        self.journal, self.perfect = journal, perfect
+        self.config = make_config(settings)
+        self.platter = platter or Platter(max(1, dict(settings)["disk"]), SPEC.stride_bytes)
+        self.memory = Memory(DEVICE_BLOCKS, journal)
+        self.chance = Chance(mix(seed, number))
+        self.hardware: Hardware
+        self.watch: Watch | None = None
+        self._table: SlotTable | None = None
+        self._expected = expected
+        self.transfers: dict[int, Transfer] = {}
+        self.plans: dict[int, tuple[Plan, Path, tuple[str, ...]]] = {}
+        self._listeners: dict[int, asyncio.Task[None]] = {}
+        self._followers: list[asyncio.Task[None]] = []
+
+    # lifetime
+
+    async def open(self) -> None:
+        """Open a manager on the platter."""
+        device = type("Device", (WorldDevice,), {"begin": staticmethod(self._begin_device)})
+        disk = type("Disk", (WorldDisk,), {"begin": staticmethod(self._begin_disk)})
+        with (
+            plugins.register(plugins.BACKENDS, "world-device", device),
+            plugins.register(plugins.BACKENDS, "world-disk", disk),
+        ):
+            self.kv = await KVManager(self.config).__aenter__()
+        self.kv.register(self.memory.caches, axes="PBNHD")
+        stack = self.kv._host.stack()
+        self.contents = Contents(stack.keyring)
+        self.watch = Watch(self.kv, self.hardware, self.contents, self.journal)
+        self._table = self.watch.table if stack.engine.stores else None
+        found = self.on_disk()
+        self.journal.write("opened, disk holds", len(found))
+        if self._expected is not None and found != self._expected:
+            gone, new = len(self._expected - found), len(found - self._expected)
+            self.journal.accuse("restart", f"{gone} blocks are gone, {new} came from nowhere")
+
+    def on_disk(self) -> set[Key]:
+        """Keys of the blocks that the disk tier has committed; also after it was closed."""
+        if self._table is None:
+            return set()
+        keys = self._table.keys[np.flatnonzero(self._table.sequences)].tolist()
+        return {(key[0], key[1]) for key in keys}
+
+    def _begin_device(self, services: Services) -> tuple[Hardware, Memory]:
+        self.hardware = Hardware(services.completions, self.chance, self.journal)
+        return self.hardware, self.memory
+
+    def _begin_disk(self, services: Services) -> tuple[Hardware, Platter]:
+        return self.hardware, self.platter
+
+    async def close(self) -> Platter:
+        """Close the manager in order; returns what its disk holds then."""
+        self.watch = None
+        await self._patiently("close", self.kv.aclose())
+        await self._end_users()
+        return self.platter
+
+    async def crash(self, how: Crash) -> Platter:
+        """Take what is on disk now; then let the process, which does not matter any more, die."""
+        self.watch = None
+        self.perfect &= how == "kill"
+        for batch in list(self.hardware.in_flight):
+            onto_disk = any(cell in ("disk", "record") for cell, _ in batch.writes)
+            if onto_disk and self.hardware.chance(2, "crash lands", batch.number):
+                batch.land()
+        platter = self.platter.crash(how, self.chance.bits("crash"))
+        self.hardware.faults.clear()
+        host = self.kv._task
+        assert host is not None
+        host.cancel()
+        await self._patiently("death", asyncio.wait([host]))
+        await self._end_users()
+        return platter
+
+    async def _end_users(self) -> None:
+        for task in [*self._listeners.values(), *self._followers]:
+            if not task.done():
+                task.cancel()
+        if self._followers:
+            await asyncio.wait(self._followers)
+        for task in self._followers:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    async def settle(self) -> None:
+        """Let everything come to its end."""
+        self.hardware.faults.clear()
+        for number in list(self.plans):
+            self.cancel_plan(number)
+        for task in self._followers:
+            await self._patiently("a user", asyncio.wait([task]))
+        await self._patiently("flush", self.kv.flush())
+        assert self.watch is not None
+        self.watch.look_idle()
+
+    async def _patiently(self, who: str, work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await work
+        except TimeoutError:
+            self.journal.accuse("hang", f"{who} still waits after {PATIENCE_S:g} s")
+
+    # verbs
+
+    def put(self, number: int, path: Path, namespace: tuple[str, ...], durable: bool) -> None:
+        loan = self._lend_full(f"put #{number}", path, namespace)
+        if loan is not None:
+            transfer = self.kv.put_async(Contents.tokens(path), _slots(loan), namespace=namespace)
+            self._follow(number, transfer, self._follow_put(number, transfer, loan, durable))
+
+    def _lend_full(self, why: str, path: Path, namespace: tuple[str, ...]) -> Loan | None:
+        contents = self.contents.of(path, namespace)
+        loan = self.memory.lend(len(path), why, written=False)
+        if loan is not None:
+            for block, content in zip(loan.blocks, contents, strict=True):
+                self.memory.write(block, content)
+        return loan
+
+    async def _follow_put(
+        self, number: int, transfer: Transfer, loan: Loan, durable: bool
+    ) -> None:
+        try:
+            result: PutResult = await self._listen(number, transfer)
+        except (*_EXPECTED, ClosedError) as error:
+            self.journal.write(f"#{number} put:", type(error).__name__)
+            self._lost()
+        except asyncio.CancelledError:
+            self.journal.write(f"#{number} put: nobody listens")
+        else:
+            loan.give_back()  # at once: that is what the result promises
+            self.journal.write(f"#{number} put: {result.stored} stored, {result.new} new")
+            self._check_stored(transfer, result)
+        await transfer.quiesced()
+        loan.give_back()
+        if durable:
+            try:
+                await transfer.durable()
+            except (*_EXPECTED, ClosedError) as error:
+                self.journal.write(f"#{number} put: not durable, {type(error).__name__}")
+
+    def _check_stored(self, transfer: Transfer, result: PutResult) -> None:
+        short = result.stored < transfer.matched
+        if result.cancelled or short:
+            self._lost()
+        if result.stored > transfer.matched or result.new > transfer.matched:
+            self.journal.accuse("result", f"a put of {transfer.matched} tokens says {result}")
+
+    def get(self, number: int, path: Path, namespace: tuple[str, ...]) -> None:
+        plan = self.kv.get_match(Contents.tokens(path), namespace=namespace)
+        self._look_at(plan)
+        self._launch_get(number, plan, path, namespace)
+
+    def _launch_get(
+        self, number: int, plan: Plan, path: Path, namespace: tuple[str, ...]
+    ) -> None:
+        loan = self.memory.lend(plan.matched // TOKENS, f"get #{number}", written=True)
+        if loan is None:
+            plan.cancel()
+            return
+        try:
+            transfer = self.kv.launch(plan, _slots(loan))
+        except CapacityError:
+            plan.cancel()
+            loan.give_back()
+            return
+        wanted = self.contents.of(path, namespace)
+        self._follow(number, transfer, self._follow_get(number, transfer, loan, wanted))
+
+    async def _follow_get(
+        self, number: int, transfer: Transfer, loan: Loan, wanted: list[bytes]
+    ) -> None:
+        try:
+            result: GetResult = await self._listen(number, transfer)
+        except ClosedError:
+            self.journal.write(f"#{number} get: closed")
+        except asyncio.CancelledError:
+            self.journal.write(f"#{number} get: nobody listens")
+        else:
+            self.journal.write(f"#{number} get: {result.loaded} of {result.matched} loaded")
+            failed = set(result.failed_device_blocks.tolist())
+            self._check_loaded(number, result, loan, wanted, failed)
+        await transfer.quiesced()
+        loan.give_back()
+
+    def _check_loaded(
+        self, number: int, result: GetResult, loan: Loan, wanted: list[bytes], failed: set[int]
+    ) -> None:
+        for place, block in enumerate(loan.blocks):
+            good = self.memory.read(block) == wanted[place]
+            if block not in failed and not good:
+                self.journal.accuse("bytes", f"get #{number}: device[{block}] holds wrong bytes")
+            if block in failed and place < result.loaded // TOKENS:
+                self.journal.accuse("result", f"get #{number}: loaded and failed overlap")
+        if result.loaded < result.matched and self.perfect:
+            self.journal.accuse("short", f"get #{number} fell short although nothing went wrong")
+
+    def prefetch(self, number: int, path: Path, namespace: tuple[str, ...]) -> None:
+        self.contents.of(path, namespace)
+        transfer = self.kv.prefetch_async(Contents.tokens(path), namespace=namespace)
+        self._follow(number, transfer, self._follow_prefetch(number, transfer))
+
+    async def _follow_prefetch(self, number: int, transfer: Transfer) -> None:
+        try:
+            result: GetResult = await self._listen(number, transfer)
+            self.journal.write(f"#{number} prefetch: {result.loaded} of {result.matched}")
+        except (CapacityError, ClosedError) as error:
+            self.journal.write(f"#{number} prefetch: {type(error).__name__}")
+        except asyncio.CancelledError:
+            self.journal.write(f"#{number} prefetch: nobody listens")
+
+    def match(self, number: int, path: Path, namespace: tuple[str, ...]) -> None:
+        plan = self.kv.get_match(Contents.tokens(path), namespace=namespace)
+        self._look_at(plan)
+        self.plans[number] = (plan, path, namespace)
+
+    def put_match(self, number: int, path: Path, namespace: tuple[str, ...]) -> None:
+        self.contents.of(path, namespace)
+        try:
+            plan = self.kv.put_match(Contents.tokens(path), namespace=namespace)
+        except CapacityError:
+            return
+        self._lost()  # it may be too old before somebody launches it
+        self.plans[number] = (plan, path, namespace)
+
+    def _look_at(self, plan: Plan) -> None:
+        assert self.watch is not None
+        self.watch.look_at_match(plan.blocks.tolist())
+
+    def launch(self, number: int, plan: int) -> None:
+        found = self.plans.pop(plan, None)
+        if found is None or not found[0].open:
+            return
+        match, path, namespace = found
+        if match.kind == "get":
+            self._launch_get(number, match, path, namespace)
+            return
+        loan = self._lend_full(f"put #{number}", path, namespace)
+        if loan is None:
+            return
+        try:
+            transfer = self.kv.launch(match, _slots(loan))
+        except CapacityError:
+            loan.give_back()
+            return
+        self._follow(number, transfer, self._follow_put(number, transfer, loan, durable=False))
+
+    def cancel_plan(self, plan: int) -> None:
+        if plan in self.plans:
+            self.plans.pop(plan)[0].cancel()
+
+    def cancel(self, transfer: int) -> None:
+        if transfer in self.transfers and not self.transfers[transfer].done:
+            self._lost()
+            self.transfers[transfer].cancel()
+
+    def leave(self, transfer: int) -> None:
+        """Cancel the one who listens to a transfer."""
+        if transfer in self._listeners:
+            self._listeners[transfer].cancel()
+
+    def remove(self, path: Path, namespace: tuple[str, ...]) -> None:
+        self.kv.remove(Contents.tokens(path), namespace=namespace)
+
+    def arm(self, fault: Fault) -> None:
+        """Put a fault in force."""
+        self._lost()
+        self.hardware.faults.append(fault)
+
+    async def whole(self, verb: str) -> None:
+        """Flush or reset the whole cache."""
+        await self._patiently(verb, getattr(self.kv, verb)())
+
+    def get_all(self, number: int, prompts: list[dict[str, Any]]) -> None:
+        """Get some prompts, as after a restart."""
+        for place, prompt in enumerate(prompts):
+            self.get(number + place, **prompt)
+
+    async def prove_room(self, number: int) -> None:
+        """With nothing under way, a prompt as large as the host finds room, and is found then."""
+        path = (number,) * self.config.host_slots(SPEC)
+        self.journal.write("a prompt that fills the host")
+        self.put(number, path, (), durable=False)
+        await self._patiently("a user", asyncio.wait([self._followers[-1]]))
+        transfer = self.transfers[number]
+        if transfer.outcome != "ok":
+            self.journal.accuse("stuck", f"an idle host refuses a prompt: {transfer.outcome}")
+        plan = self.kv.get_match(Contents.tokens(path))
+        if plan.matched != transfer.matched:
+            self.journal.accuse("stuck", "a prompt that was stored a moment ago is not found")
+        plan.cancel()
+        await self.settle()
+
+    # following
+
+    def _lost(self) -> None:
+        """From here on blocks may be missing: by a fault, or because a put was cancelled."""
+        self.perfect = False
+
+    def _follow(
+        self, number: int, transfer: Transfer, work: Coroutine[Any, Any, None]
+    ) -> None:
+        self.transfers[number] = transfer
+        self._followers.append(asyncio.get_running_loop().create_task(work))
+
+    async def _listen(self, number: int, transfer: Transfer) -> Any:
+        """Await a transfer in a task of its own, which may be cancelled."""
+
+        async def listen() -> Any:
+            return await transfer
+
+        task = self._listeners[number] = asyncio.get_running_loop().create_task(listen())
+        return await task
+
+
+def _slots(loan: Loan) -> list[int]:
+    return [block * TOKENS + i for block in loan.blocks for i in range(TOKENS)]
