@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv._core import ffi, lib
+from flexkv._core import ffi, held, lib
 from flexkv.alone import AloneBlocks
 from flexkv.errors import CapacityError, ConfigError
 from flexkv.model import NO_BLOCK, BlockIds, BoolArray, KeyArray, SlotIds
@@ -61,7 +61,7 @@ class PrefixIndex:
         """Return the longest prefix of `keys` whose every block is READY in at least one tier."""
         keys = as_keys(keys)
         blocks = np.empty(len(keys), U32)
-        return blocks[: lib.fx_index_match(self._index, u64(keys), len(keys), u32(blocks))]
+        return blocks[: held.index_match(self._index, u64(keys), len(keys), u32(blocks))]
 
     def find(self, keys: KeyArray) -> BlockIds:
         """Return the longest prefix of `keys` that has entries, readable or not."""
@@ -160,7 +160,7 @@ class PrefixIndex:
     def pin(self, blocks: BlockIds) -> None:
         """Count one more reason not to evict each block."""
         blocks = as_blocks(blocks)
-        done(lib.fx_index_pin(self._index, u32(blocks), len(blocks)))
+        done(held.index_pin(self._index, u32(blocks), len(blocks)))
 
     def unpin(self, blocks: BlockIds) -> None:
         """Count one reason less; entries that have nothing left are pruned."""

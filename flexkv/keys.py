@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv._core import ffi, lib
+from flexkv._core import ffi, held, lib
 from flexkv.errors import ConfigError, InputError
 from flexkv.model import Identity, KeyArray
 
@@ -115,12 +115,12 @@ class Keyring:
         if self.identity.key_hash == "sha256":
             return self._chain_sha256(tokens, root, blocks)
         keys = np.empty((blocks, 2), np.uint64)
-        lib.fx_hash_chain(
-            ffi.from_buffer("char[]", tokens),
+        held.hash_chain(
+            ffi.from_buffer("uint8_t[]", tokens),
             tokens.itemsize,
             self.tokens_per_block,
             blocks,
-            self._chain_secret,
+            ffi.from_buffer("uint8_t[]", self._chain_secret),
             ffi.from_buffer("uint64_t[]", root),
             ffi.from_buffer("uint64_t[]", keys),
         )
