@@ -199,8 +199,8 @@ def _round(
 def _from(cache: OpenCache, tier: str, text: Tokens, blocks: Blocks | None) -> float:
     """Return the seconds of a get (None: a prefetch) all of whose blocks come from one tier."""
     result = cache.one(text, blocks)
-    if result.loaded != len(text) or set(result.by_tier) - {tier} and result.by_tier[tier] == 0:
-        raise TransferError(f"a get from {tier}: {result}")
+    if not result.by_tier[tier] * cache.device.tokens_per_block == result.loaded == len(text):
+        raise TransferError(f"not all of a prompt came from {tier}: {result}")
     return result.elapsed_ms / 1e3
 
 
