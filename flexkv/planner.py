@@ -66,10 +66,10 @@ class PutPlan:
 class Planner:
     """Routes and slots for the ledger's blocks."""
 
-    def __init__(self, ledger: Ledger, *, chunk_blocks: int) -> None:
+    def __init__(self, ledger: Ledger, *, chunk_blocks: int, chunks_in_flight: int) -> None:
         self.ledger = ledger
         self.index, self.host, self.stores = ledger.index, ledger.host, ledger.stores
-        self.chunk_blocks = max(1, chunk_blocks)
+        self.chunk_blocks, self.chunks_in_flight = max(1, chunk_blocks), max(1, chunks_in_flight)
 
     # matching
 
@@ -152,7 +152,8 @@ class Planner:
         device_blocks: SlotIds | None,
     ) -> TransferGraph | None:
         """Append the ops that bring `far` positions from the stores, in chunks so that legs
-        overlap.
+        overlap. Few chunks are read at a time: a store serves all it is asked for in turns, so that
+        many would all land late and together.
 
         A block that finds a host slot is promoted on the way; the others pass through staging
         memory. Nothing is read from a block on that a store has lost since it was matched.
@@ -176,25 +177,24 @@ class Planner:
             by_tier[store.name] = len(mine)
             store_slots = np.zeros(len(blocks), np.uint32)
             store_slots[mine] = self.index.slots(store.number, blocks[mine])
+            reads: list[int] = []
             for start in range(0, len(mine), self.chunk_blocks):
                 chunk = mine[start : start + self.chunk_blocks]
                 promotes = goes_to_host[chunk]
                 via_host, direct = chunk[promotes], chunk[~promotes]
                 if len(via_host):
-                    source, target = (
-                        Span(store.name, store_slots[via_host]),
-                        Span(HOST, host_slots[via_host]),
-                    )
+                    source = Span(store.name, store_slots[via_host])
+                    target = Span(HOST, host_slots[via_host])
                     landing = self.ledger.open_landing(blocks[via_host])
-                    ops.append(Copy(source, target, via_host, landing=landing, joins=waits))
+                    reads.append(len(ops))
+                    after = tuple(reads[-1 - self.chunks_in_flight : -self.chunks_in_flight])
+                    ops.append(Copy(source, target, via_host, after, landing=landing, joins=waits))
                     if device_blocks is not None:
-                        after = (len(ops) - 1,)
+                        after = (reads[-1],)
                         ops.append(self._from_host(blocks, via_host, device_blocks, after=after))
                 if len(direct) and device_blocks is not None:
-                    source, target = (
-                        Span(store.name, store_slots[direct]),
-                        Span(DEVICE, device_blocks[direct]),
-                    )
+                    source = Span(store.name, store_slots[direct])
+                    target = Span(DEVICE, device_blocks[direct])
                     ops.append(Copy(source, target, direct))
         return saves
 

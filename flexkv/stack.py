@@ -138,7 +138,9 @@ async def _open(
         if found is not None:
             recovered[DISK] = found
     ledger = _make_ledger(config, telemetry, host_slots, {DISK: disk_slots} if disk_slots else {})
-    planner = Planner(ledger, chunk_blocks=chunk_blocks)
+    # what keeps the disk busy, and a chunk whose checksums are being verified
+    chunks_in_flight = -(-config.disk_bytes_in_flight // config.chunk_bytes) + 1
+    planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
     engine = Engine(
         completions,
         device,

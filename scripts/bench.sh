@@ -8,3 +8,4 @@ mkdir -p "$directory"
 .venv/bin/flexkv bench copy
 .venv/bin/flexkv bench disk --dir "$directory"
 .venv/bin/flexkv bench e2e --dir "$directory"
+.venv/bin/flexkv bench overlap --dir "$directory"

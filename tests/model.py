@@ -101,7 +101,7 @@ class World:
             index.set_policy(number, plugins.load(plugins.POLICIES, self.policy)(), {})
             tiers.append(Tier(name, number, index, SlotPool(slots)))
         self.ledger = Ledger(index, tiers, max_blocks=self.max_blocks, spill=self.spill_mode)
-        self.planner = Planner(self.ledger, chunk_blocks=2)
+        self.planner = Planner(self.ledger, chunk_blocks=2, chunks_in_flight=2)
         self.index, self.tiers = index, self.ledger.tiers
         self.puts: list[tuple[PutPlan, list[int]]] = []
         self.runs: list[Run] = []

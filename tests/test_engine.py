@@ -47,6 +47,24 @@ async def test_a_chunk_is_read_while_the_one_before_it_is_copied(tmp_path: Path)
         assert right(rig, 1, list(range(6)))
 
 
+async def test_a_get_reads_few_chunks_at_a_time_so_that_the_first_one_lands_early(
+    tmp_path: Path,
+) -> None:
+    async with open_stepping(tmp_path, disk_bytes_in_flight=2 * STRIDE) as (rig, steps):
+        await in_disk_only(rig, 1, blocks=8)
+        steps.arm("after read")  # all reads are held as soon as their bytes are there
+        get = rig.kv.get_async(prompt(1, 8), slots_of(range(8)))
+        await steps.reached.wait()
+        while steps.names.count("after read") < 2:
+            await tick()
+        for _ in range(50):
+            await tick()
+        assert steps.names.count("before read") == 2  # of four: one for the disk, one to verify
+        steps.release()
+        assert (await get).loaded == 32
+        assert right(rig, 1, list(range(8)))
+
+
 async def test_a_copy_to_the_device_waits_for_its_read(tmp_path: Path) -> None:
     async with open_stepping(tmp_path) as (rig, steps):
         await in_disk_only(rig, 1)

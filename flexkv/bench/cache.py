@@ -1,8 +1,8 @@
 """A whole manager to measure, driven from outside its event loop.
 
 `DeviceMemory` (an engine's KV tensors whose bytes tell where they came from: `fill`, `wipe`,
-`check`) - `OpenCache` (a manager in a loop of its own: `put`, `get`, `latencies`, `reset`) -
-`prompts` (tokens that share nothing).
+`check`) - `OpenCache` (a manager in a loop of its own: `put`, `get`, `one`, `launch`, `at_once`,
+`latencies`, `reset`) - `prompts` (tokens that share nothing).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flexkv import FlexKVConfig, KVManager
 from flexkv.errors import TransferError
 from flexkv.model import PAGE_BYTES, KVSpec
-from flexkv.transfer import Transfer
+from flexkv.transfer import GetResult, Transfer
 
 LLAMA = KVSpec.uniform(layers=32, heads=8, head_size=128, dtype="bfloat16", tokens_per_block=16)
 
@@ -103,7 +103,7 @@ class OpenCache:
     @classmethod
     @contextmanager
     def open(
-        cls, spec: KVSpec, device: DeviceMemory, *, uvloop: bool = False, **settings: Any
+        cls, spec: KVSpec, device: DeviceMemory, /, *, uvloop: bool = False, **settings: Any
     ) -> Iterator[OpenCache]:
         """Open a manager with `settings` in a thread of its own."""
         config = FlexKVConfig.load(spec=spec, model="bench", **settings)
@@ -171,6 +171,59 @@ class OpenCache:
             start = time.perf_counter()
             begin.set()
         return time.perf_counter() - start, transfers
+
+    def one(self, tokens: Tokens, blocks: Blocks | None) -> GetResult:
+        """Get one prompt into device blocks; with None, bring it to the host only."""
+
+        async def work() -> GetResult:
+            if blocks is None:
+                transfer = self._kv.prefetch_async(tokens)
+            else:
+                transfer = self._kv.get_async(tokens, self.slots(blocks))
+            result: GetResult = await transfer
+            return result
+
+        return self._portal.call(work)
+
+    def launch(self, tokens: Tokens, blocks: Blocks, tag: Any) -> Callable[[], GetResult]:
+        """Begin to get a prompt, first layers first; `tag` reaches the device with every copy.
+
+        Returns what waits for the end.
+        """
+
+        async def start() -> Transfer:
+            plan = self._kv.get_match(tokens)
+            plan.tag = tag
+            return self._kv.launch(plan, self.slots(blocks), layerwise=True)
+
+        transfer = self._portal.call(start)
+
+        async def end() -> GetResult:
+            result: GetResult = await transfer
+            return result
+
+        return partial(self._portal.call, end)
+
+    def at_once(self, texts: Sequence[Tokens], shares: Sequence[Blocks]) -> list[float]:
+        """Get prompts, each into its share of device blocks, all begun at once; return the seconds
+        from the beginning to the end of each.
+
+        Raises:
+            TransferError: some of their tokens were not loaded.
+        """
+        slots = [self.slots(share) for share in shares]
+
+        async def work() -> list[Transfer]:
+            transfers = [
+                self._kv.get_async(text, where) for text, where in zip(texts, slots, strict=True)
+            ]
+            return await self._kv.wait(transfers)
+
+        transfers = self._portal.call(work)
+        if any(transfer.result().loaded != transfer.matched for transfer in transfers):
+            raise TransferError("tokens that were stored were not loaded")
+        begun = min(transfer.started for transfer in transfers)
+        return [transfer.finished - begun for transfer in transfers]
 
     @property
     def config(self) -> FlexKVConfig:

@@ -52,7 +52,8 @@ class World:
         self.index.set_policy(0, made, {})
         self.pool = SlotPool(blocks)
         tier = Tier(HOST, 0, self.index, self.pool)
-        self.planner = Planner(Ledger(self.index, [tier], max_blocks=blocks), chunk_blocks=64)
+        ledger = Ledger(self.index, [tier], max_blocks=blocks)
+        self.planner = Planner(ledger, chunk_blocks=64, chunks_in_flight=3)
         self.random = np.random.default_rng(seed)
         self.now = 0.0
 

@@ -1,4 +1,4 @@
-"""`flexkv bench index|copy|disk|e2e`: run it with a progress bar, print a table or JSON."""
+"""`flexkv bench index|copy|disk|e2e|overlap`: run it with a progress bar, print a table or JSON."""
 
 from __future__ import annotations
 
@@ -79,6 +79,15 @@ def e2e(
     """
     words = [] if lmcache_python is None else [f"lmcache_python={lmcache_python}"]
     _run("e2e", [*(settings or []), *words], directory, as_json)
+
+
+@app.command()
+def overlap(settings: Settings = None, directory: Dir = None, as_json: Json = False) -> None:
+    """How much of a get hides behind other work, on the simulated device.
+
+    Example: [bold]flexkv bench overlap --dir /mnt/nvme --json[/bold]
+    """
+    _run("overlap", settings, directory, as_json)
 
 
 def _run(name: str, settings: list[str] | None, directory: Path | None, as_json: bool) -> None:
