@@ -159,6 +159,17 @@ async def test_a_worker_of_another_shape_is_refused(tmp_path: Path) -> None:
         RankAgent(path, rank=0, ranks=1, kv_caches=memory()[:1], spec=SHARE, axes="BHNC")
 
 
+async def test_a_worker_whose_device_does_not_open_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with manager(path, 1) as (_, server):
+        before = set(os.listdir("/proc/self/fd"))
+        with agent(path, 0, 1, memory(), settings={"engins": 2}) as worker:
+            assert await anyio.to_thread.run_sync(worker.wait_over, 10.0)
+        with anyio.fail_after(10):
+            while server.ready or set(os.listdir("/proc/self/fd")) != before:
+                await anyio.to_thread.run_sync(server.wait_ready, 0.01)
+
+
 async def test_nonsense_on_the_socket_ends_that_connection_only(tmp_path: Path) -> None:
     path = tmp_path / "s"
     tokens = list(range(TOKENS))

@@ -129,6 +129,18 @@ async def test_host_tensors_may_stand_in_for_device_memory() -> None:
         assert bench.landed() == list(range(BLOCKS))
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_host_tensors_of_a_region_made_before_open_are_looked_at_by_copies(
+    allowed: bool,
+) -> None:
+    refused = pytest.raises(LayoutError, match="not memory of")
+    async with opened(host_tensors=allowed) as bench:
+        bench.region = SimulatedBackend().make_region(bench.arrays, SPEC, "BPNHD")
+        with contextlib.nullcontext() if allowed else refused:
+            await bench.copy()
+        assert bench.landed() == (list(range(BLOCKS)) if allowed else [])
+
+
 async def test_export_can_be_refused() -> None:
     async with opened(exports=False) as bench:
         with pytest.raises(LayoutError, match="exports no memory"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,3 +203,22 @@ def test_settings_of_the_connector_are_checked_and_the_rest_is_flexkvs() -> None
         Options.read({"load": "later"})
     with pytest.raises(ConfigError, match="rank_timeout_ms must be int"):
         Options.read({"rank_timeout_ms": "1 s"})
+
+
+def test_the_device_of_the_workers_is_set_like_any_other_and_is_not_the_managers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert Options.read({}).worker_device("cuda") == ("cuda", {})
+    chosen = {"device": "mine", "device_options": {"engines": 2}}
+    assert Options.read(chosen).worker_device("cpu") == ("mine", {"engines": 2})
+    path = tmp_path / "flexkv.yaml"
+    path.write_text("device_options: {engines: 3}")
+    monkeypatch.setenv("FLEXKV_DEVICE", "other")
+    options = Options.read({"config_path": str(path)})
+    assert options.worker_device("cpu") == ("other", {"engines": 3})
+    model = SimpleNamespace(model="m", revision=None, dtype="float32", quantization=None)
+    geometry, server = describe(engine(), caches(attention()), "0.32.0"), object()
+    config = options.manager_config(SimpleNamespace(model_config=model), geometry, server)
+    assert (config.device, config.device_options) == ("ranks", {"server": server})
+    with pytest.raises(ConfigError, match="engins"):
+        Options.read({"engins": 2}).worker_device("cpu")

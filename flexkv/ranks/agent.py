@@ -67,6 +67,7 @@ class RankAgent:
         self._backend_class = plugins.load(plugins.BACKENDS, device)
         self._settings = dict(settings or {})
         self.region: Region = self._backend_class().make_region(kv_caches, spec, axes)
+        self.backend: DeviceBackend | None = None  # while the manager lets us in
         self.refused = ""  # why the manager does not want this worker, if so
         self._retry_s = retry_ms / 1e3
         self._gate = Gate(self.region.blocks, self._wake_up)
@@ -211,12 +212,12 @@ class RankAgent:
         completions = Completions(tickets=1024)
         backend: DeviceBackend = self._backend_class()
         settings = {"inline_bytes": welcome.inline_bytes, **self._settings}
-        await backend.open(Services(completions, arena, Identity("", spec=self.spec), settings))
-        region = _shifted(self.region, welcome.offset_bytes)
-        self._connection = link
-        self._loads.joined(welcome.loads)
-        log.info("agent.joined", rank=self.rank, ranks=self.ranks)
         try:
+            await backend.open(Services(completions, arena, Identity("", spec=self.spec), settings))
+            region = _shifted(self.region, welcome.offset_bytes)
+            self.backend, self._connection = backend, link
+            self._loads.joined(welcome.loads)
+            log.info("agent.joined", rank=self.rank, ranks=self.ranks)
             async with anyio.create_task_group() as group:
                 while packet := await _receive(link):
                     message = self._understand(packet)
@@ -248,7 +249,7 @@ class RankAgent:
 
     def _part(self) -> None:
         """Nothing of the last connection runs any more."""
-        self._connection = None
+        self.backend = self._connection = None
         self._gate.leave_all()
         self._loads.parted()
 

@@ -219,6 +219,38 @@ class Child:
 
         device.copy = maybe
 
+    @property
+    def device(self) -> Any:
+        """The simulated device between the worker's tensors and the host."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker._agent.backend.device
+
+    def inject(self, fault: str, on: str, **how: Any) -> None:
+        """Have the device's work go wrong, see `flexkv_simulated.Device.inject`."""
+        self.device.inject(fault, on, **how)
+
+    def heal(self) -> bool:
+        """Take all faults back; whether the device had lost its context."""
+        lost = bool(self.device.error)
+        self.device.clear_faults()
+        self.device.reset()
+        return lost
+
+    def device_work(self) -> dict[str, Any]:
+        """Bytes that the device moved, by their source; how often a copy overtook another."""
+        import numpy as np
+
+        done = self.device.history()
+        done = done[np.argsort(done["submitted_ns"], kind="stable")]
+        answer: dict[str, Any] = {"overtaken": 0}
+        for kind, source in enumerate(("host", "device")):
+            copies = done[done["kind"] == kind]
+            ends = copies["finish_ns"].astype(np.int64)
+            answer["overtaken"] += int((np.diff(ends) < 0).sum())
+            answer[source] = int(copies["size_bytes"].sum())
+        return answer
+
     def slow_saves(self, pause_s: float) -> None:
         """Have every copy out of the device's memory begin late; count what saves lose."""
         import anyio

@@ -1,6 +1,7 @@
 """Settings of the vLLM connector: `Options.read` takes kv_connector_extra_config apart, once.
 
-What is not named here is a setting of flexkv itself (docs/configuration.md).
+`socket_path`, `manager_config` (what the manager is made of) - `worker_device` (who copies in a
+worker). What is not named here is a setting of flexkv itself (docs/configuration.md).
 """
 
 from __future__ import annotations
@@ -88,11 +89,20 @@ class Options:
             **self.settings,
             "spec": geometry.whole,
             "tokens_per_block": geometry.tokens_per_block,
-            "device": "ranks",
-            "device_options": {"server": server},
         }
         config = FlexKVConfig.load(**filled)
+        own: dict[str, Any] = {"device": "ranks", "device_options": {"server": server}}
         if geometry.replica:  # a directory has one owner; the first replica's is the one named
-            dirs = tuple(directory / f"dp{geometry.replica}" for directory in config.disk_dirs)
-            config = config.model_copy(update={"disk_dirs": dirs})
-        return config
+            own["disk_dirs"] = tuple(path / f"dp{geometry.replica}" for path in config.disk_dirs)
+        return config.model_copy(update=own)
+
+    def worker_device(self, tensor_type: str) -> tuple[str, dict[str, Any]]:
+        """Return name and options of the device plug-in that copies in the workers: what was set,
+        else the one named like the type of the device that the KV tensors are on.
+
+        Raises:
+            ConfigError: a setting is unknown or malformed.
+        """
+        config = FlexKVConfig.load(**self.settings)
+        chosen = config.device if "device" in config.model_fields_set else tensor_type
+        return chosen, config.device_options

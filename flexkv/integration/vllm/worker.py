@@ -34,12 +34,14 @@ class WorkerSide:
 
         Raises:
             LayoutError: its layout is not declared for this vLLM, or does not match the model.
+            ConfigError, PluginError: the device plug-in that was set does not exist.
         """
         if not kv_caches:
             raise LayoutError("vLLM registered no KV tensors")
         tensor = next(iter(kv_caches.values()))
         on_cpu = tensor.device.type == "cpu"
         axes = self._options.axes or declared_axes(self._version, tensor.dim(), on_cpu=on_cpu)
+        device, settings = self._options.worker_device(tensor.device.type)
         self.close()
         rank = self._geometry.rank(stage, tensor_rank)
         self._agent = RankAgent(
@@ -49,11 +51,12 @@ class WorkerSide:
             kv_caches=self._geometry.tensors(kv_caches),
             spec=self._geometry.share(rank),
             axes=axes,
-            device=tensor.device.type,
+            device=device,
+            settings=settings,
         )
         self._agent.start()
         self._layers = {name: number for number, name in enumerate(kv_caches)}
-        log.info("vllm.registered", rank=rank, layers=len(kv_caches), axes=axes)
+        log.info("vllm.registered", rank=rank, layers=len(kv_caches), axes=axes, device=device)
 
     def begin(self, news: StepNews) -> None:
         """The engine begins a step: copies that waited for it may run."""

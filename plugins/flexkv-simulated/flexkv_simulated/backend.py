@@ -84,7 +84,8 @@ class SimulatedBackend(CopyingDevice):
         self._streams: dict[Kind, itertools.cycle[int]] = {}
         self._watched: dict[Ticket, tuple[int, int]] = {}
         self._over: set[Ticket] = set()  # whose work was over when the device was last asked
-        self._looking = self._host_tensors = False
+        self._looking = False
+        self._host_tensors = True  # until `open` says otherwise; a region may be made before
         self._exports = True
 
     @classmethod
@@ -114,7 +115,8 @@ class SimulatedBackend(CopyingDevice):
         """Describe tensors of the device; the region keeps their memory.
 
         Raises:
-            LayoutError: they do not match `spec`, or are not in the device's memory.
+            LayoutError: they do not match `spec`, or are not in the device's memory (told by the
+                first copy when the region was made before `open`).
         """
         region = super().make_region(kv_caches, spec, axes)
         self.pack(region)
