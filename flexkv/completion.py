@@ -42,7 +42,6 @@ class Done(NamedTuple):
 
 class Ticket:
     """One batch of hardware work: `number` is for C functions, `address` for hardware callbacks.
-
     Any number of tasks may await it, before or after it completes; each gets the same `Done`.
     """
 
