@@ -331,9 +331,8 @@ class Host:
         try:
             stack.plans.cancel_all()
             await self._settle(stack)
-            while stack.spiller.busy:  # somebody asked for durability meanwhile
+            while self.stack().spiller.busy:  # somebody asked for durability meanwhile
                 await self._settle(stack)
-            stack = self.stack()
             stack.ledger.forget_everything()
             stack.discarder.wake()
             await stack.discarder.drained()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import structlog
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,3 +53,12 @@ def kills(request: pytest.FixtureRequest) -> int:
     """How many kills were asked for."""
     count: int = request.config.getoption("--kills")
     return count
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Undo `capture_logs`, behind which structlog counts as configured by the application."""
+    configured = structlog.is_configured()
+    yield
+    if not configured:
+        structlog.reset_defaults()
