@@ -144,7 +144,7 @@ class Completions:
         if self.hub == ffi.NULL:
             raise _os_error(f"cannot make a hub of {tickets} tickets")
         self._crew, self._crew_size = ffi.NULL, (crew_threads, crew_queue)
-        self.wakeups = self.timers = 0  # so far
+        self.wakeups = 0
         self._tickets = tickets
         self._open: dict[int, tuple[Ticket, object]] = {}
         self._rings: list[CData] = []
@@ -219,7 +219,6 @@ class Completions:
         self, delay_s: float, callback: Callable[..., object], *arguments: Any
     ) -> asyncio.TimerHandle:
         """Call back on the loop after `delay_s` seconds; the handle has `cancel()`."""
-        self.timers += 1
         return self._loop.call_later(delay_s, callback, *arguments)
 
     # --- rings

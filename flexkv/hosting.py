@@ -83,11 +83,6 @@ class Host:
         error.__cause__ = self.failure
         return error
 
-    @property
-    def timers(self) -> int:
-        """How many timers have been set so far."""
-        return 0 if self._stack is None else self._stack.completions.timers
-
     def think(self, verb: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Ask the brain. If it raises what it should not, the manager is broken: its books are."""
         try:

@@ -217,12 +217,11 @@ class BlockingKVManager:
         loop, host, shared = self._running_loop(), self._kv._host, self._shared
         shared.enter(timeout_s)
         own, host.thread = host.thread, threading.get_ident()
-        timers = host.timers
         try:
             return verb(*arguments)
         finally:
             host.thread = own
-            if shared.asleep and host.timers != timers:
+            if shared.asleep:
                 loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
             shared.lock.release()
 
