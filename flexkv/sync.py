@@ -203,8 +203,9 @@ class BlockingKVManager:
     def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
         """Run a plain call on the loop thread and return what it returns."""
         answer: _Answer[_T] = _Answer()
-        loop = self._running_loop()
-        loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
+        with self._lock:  # before the loop is told to stop, or not at all
+            loop = self._running_loop()
+            loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
         return answer.wait()
 
     def visit(self, verb: Callable[..., _T], *arguments: Any, timeout_s: float = -1) -> _T:
