@@ -166,7 +166,8 @@ class BlockingKVManager:
             loop, self._loop = self._loop, None
         assert loop is not None
         assert self._thread is not None
-        loop.call_soon_threadsafe(loop.stop)
+        # a turn later: a task that is cancelled before its first step answers nobody
+        loop.call_soon_threadsafe(loop.call_soon, loop.stop)
         self._thread.join()
         loop.close()
 
