@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -204,9 +205,7 @@ class BlockingKVManager:
     def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
         """Run a plain call on the loop thread and return what it returns."""
         answer: _Answer[_T] = _Answer()
-        with self._lock:  # before the loop is told to stop, or not at all
-            loop = self._running_loop()
-            loop.call_soon_threadsafe(_start, loop, answer.work_out(verb, arguments, keywords))
+        self._begin(partial(answer.work_out, verb, arguments, keywords))
         return answer.wait()
 
     def visit(self, verb: Callable[..., _T], *arguments: Any, timeout_s: float = -1) -> _T:
@@ -235,8 +234,13 @@ class BlockingKVManager:
         async def make() -> None:
             verb(*arguments)
 
-        loop = self._running_loop()
-        loop.call_soon_threadsafe(_start, loop, make())
+        self._begin(make)
+
+    def _begin(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a coroutine on the loop before that is told to stop, or not at all."""
+        with self._lock:
+            loop = self._running_loop()
+            loop.call_soon_threadsafe(_start, loop, make())
 
     @property
     def manager(self) -> KVManager:

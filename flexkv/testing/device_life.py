@@ -16,7 +16,7 @@ from flexkv.protocols import BlockCopy
 from flexkv.testing.device_bench import DeviceBench, DeviceKit, OpenDevice, opened, same
 from flexkv.testing.guard import (
     give_up,
-    leftovers,
+    leaves_nothing,
     longest_stall,
     no_blocking_calls,
     on_loop,
@@ -73,16 +73,7 @@ class DeviceLifeTests(DeviceKit):
                 device.memory(bench.axes("PBNHD"), 4)
                 await device.copy([1], [2], to_device=False)
 
-        await once()  # libraries load, pools start
-        before = leftovers()
-        for _ in range(5):
-            await once()
-        after = leftovers()
-        require(
-            all(new - old < 5 for old, new in zip(before, after, strict=True)),
-            CLOSE,
-            f"(descriptors, threads) grew from {before} to {after} over 5 times open and close",
-        )
+        await leaves_nothing(once, CLOSE)
 
     @pytest.mark.parametrize("to_device", [False, True])
     @on_loop

@@ -2,7 +2,7 @@
 
 `on_loop` (run an `async def` test, whatever pytest plug-ins are installed) - `require` (a violated
 contract, in a sentence) - `within` (something must end in time) - `Ticker`, `longest_stall` (was
-the loop kept from running) - `no_blocking_calls` - `leftovers` (descriptors and threads).
+the loop kept from running) - `no_blocking_calls` - `leaves_nothing` (descriptors and threads).
 """
 
 from __future__ import annotations
@@ -207,9 +207,23 @@ def _where_it_is(module: ModuleType) -> ModuleType:
     return folder
 
 
-def leftovers() -> tuple[int, int]:
-    """Open descriptors and threads of this process."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+async def leaves_nothing(once: Callable[[], Awaitable[None]], door: str) -> None:
+    """Require that opening and closing, as `once` does, leaves no descriptor and no thread."""
+    __tracebackhide__ = True
+
+    def leftovers() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    await once()  # libraries load, pools start
+    before = leftovers()
+    for _ in range(5):
+        await once()
+    after = leftovers()
+    require(
+        all(new - old < 5 for old, new in zip(before, after, strict=True)),
+        door,
+        f"(descriptors, threads) grew from {before} to {after} over 5 times open and close",
+    )
 
 
 async def give_up(

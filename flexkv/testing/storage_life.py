@@ -12,7 +12,7 @@ from flexkv.errors import ClosedError, ConfigError, FlexKVError
 from flexkv.model import LANDED, Identity, KVSpec
 from flexkv.testing.guard import (
     give_up,
-    leftovers,
+    leaves_nothing,
     longest_stall,
     no_blocking_calls,
     on_loop,
@@ -82,16 +82,7 @@ class StorageLifeTests(StorageKit):
                 await store.put(_NUMBERS)
                 await store.get(_NUMBERS)
 
-        await once()  # libraries load, pools start
-        before = leftovers()
-        for _ in range(5):
-            await once()
-        after = leftovers()
-        require(
-            all(new - old < 5 for old, new in zip(before, after, strict=True)),
-            CLOSE,
-            f"(descriptors, threads) grew from {before} to {after} over 5 times open and close",
-        )
+        await leaves_nothing(once, CLOSE)
 
     @pytest.mark.parametrize("verb", ["read", "write"])
     @on_loop
