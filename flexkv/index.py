@@ -201,13 +201,14 @@ class PrefixIndex:
         policy: EvictionPolicy,
         settings: Mapping[str, Any] | None = None,
         *,
-        capacity_blocks: int | None = None,
+        capacity_blocks: int = 0,
+        tokens_per_block: int = 1,
     ) -> None:
         """Open `policy` for a tier that is still empty."""
         assert self.resident(tier) == 0, "a policy is set before blocks come"
-        capacity = self.max_blocks if capacity_blocks is None else capacity_blocks
-        name, order = self.tiers[tier], self._orders[tier]
-        policy.open(PolicyContext(name, capacity, self.max_blocks, order, dict(settings or {})))
+        room = (capacity_blocks or self.max_blocks, self.max_blocks)
+        given = (self._orders[tier], dict(settings or {}), tokens_per_block, self.depths)
+        policy.open(PolicyContext(self.tiers[tier], *room, *given))
         self._audiences[tier].policy = policy
 
     def order(self, tier: int) -> LeafOrder:

@@ -270,10 +270,15 @@ class LeafOrder(Protocol):
         ...
 
 
+def _all_first(blocks: BlockIds) -> NDArray[np.uint32]:
+    """Take every block for the first of its prompt."""
+    return np.zeros(len(blocks), np.uint32)
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy is opened with: its tier, the largest block number + 1, and the ranked leaf
-    order.
+    """What a policy is opened with: its tier, the slots there, the largest block number + 1, and
+    the ranked leaf order. `depths` says how many blocks stand before each in its prompt.
     """
 
     tier: str
@@ -281,6 +286,8 @@ class PolicyContext:
     max_blocks: int
     order: LeafOrder
     settings: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_block: int = 1
+    depths: Callable[[BlockIds], NDArray[np.uint32]] = _all_first
 
 
 @runtime_checkable

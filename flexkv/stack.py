@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ import anyio.to_thread
 
 from flexkv import plugins
 from flexkv.background import Discarder, Spiller
+from flexkv.brain import Brain, build_brain
 from flexkv.completion import Completions
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Commit, Engine
@@ -27,13 +27,10 @@ from flexkv.memory import Arena
 from flexkv.model import HOST, KVSpec
 from flexkv.planner import Planner
 from flexkv.plans import Plans
-from flexkv.pool import SlotPool
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
-from flexkv.tier import Tier
 
 DISK = "disk"
-_SPARE_ENTRIES = 1024  # blocks that are pinned or interior while they are in no tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +134,9 @@ async def _open(
         stores[DISK] = store
         if found is not None:
             recovered[DISK] = found
-    ledger = _make_ledger(config, telemetry, host_slots, {DISK: disk_slots} if disk_slots else {})
-    # what keeps the disk busy, and a chunk whose checksums are being verified
-    chunks_in_flight = -(-config.disk_bytes_in_flight // config.chunk_bytes) + 1
-    planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
+    slots = {HOST: host_slots} | ({DISK: disk_slots} if disk_slots else {})
+    brain = _make_brain(config, spec, telemetry, slots, chunk_blocks)
+    ledger, planner = brain.ledger, brain.planner
     engine = Engine(
         completions,
         device,
@@ -215,32 +211,24 @@ def _count_evicted(telemetry: Telemetry, tier: str, count: int) -> None:
     telemetry.add("evicted_blocks", count, tier=tier)
 
 
-def _make_ledger(
-    config: FlexKVConfig, telemetry: Telemetry, host_slots: int, stores: Mapping[str, int]
-) -> Ledger:
-    capacities = {HOST: host_slots, **stores}
-    # a put enters its blocks before those that make room for them leave: the host's share twice
-    max_blocks = sum(capacities.values()) + host_slots + _SPARE_ENTRIES
-    index = PrefixIndex(max_blocks, list(capacities))
-    tiers = []
-    for number, (name, slots) in enumerate(capacities.items()):
-        policy = plugins.load(plugins.POLICIES, config.policy_of(name))()
-        index.set_policy(number, policy, config.policy_settings())
-        tiers.append(
-            Tier(
-                name,
-                number,
-                index,
-                SlotPool(slots),
-                config.evict_ratio,
-                config.evict_start_threshold,
-                partial(_count_evicted, telemetry, name),
-            )
-        )
-    return Ledger(
-        index,
-        tiers,
-        max_blocks=max_blocks,
+def _make_brain(
+    config: FlexKVConfig,
+    spec: KVSpec,
+    telemetry: Telemetry,
+    slots: dict[str, int],
+    chunk_blocks: int,
+) -> Brain:
+    return build_brain(
+        slots,
+        config.policy_of,
+        config.policy_settings(),
+        tokens_per_block=spec.tokens_per_block,
+        evict_ratio=config.evict_ratio,
+        evict_start_threshold=config.evict_start_threshold,
         spill=config.spill,
         max_read_failures=config.max_read_failures,
+        chunk_blocks=chunk_blocks,
+        # what keeps the disk busy, and a chunk whose checksums are being verified
+        chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,
+        count_evicted=partial(_count_evicted, telemetry),
     )

@@ -15,7 +15,7 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys alone index groups order pool tier ledger spills planner layerwise"
+BRAIN = "keys alone index groups order pool tier ledger spills planner layerwise brain"
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
     "stack hosting transfer"
@@ -41,6 +41,8 @@ MAY_IMPORT = {
     "spills": f"index ledger {VOCABULARY}",
     "planner": f"groups index pool tier ledger spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
+    # names the policies: the only part of the brain that loads plug-ins
+    "brain": f"plugins index pool tier ledger planner {VOCABULARY}",
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
@@ -64,6 +66,8 @@ MAY_IMPORT = {
     "threads": "",
     "sync": f"manager config events protocols threads transfer {VOCABULARY}",
     "__init__": f"manager sync config events transfer {VOCABULARY}",
+    # the same brain as the data plane, never its body: no loop, no backend
+    "sim": f"brain traces codecs config plugins protocols {BRAIN} {VOCABULARY}",
     "bench": "*",
     "cli": "*",
     "integration": f"manager sync config events transfer protocols ranks telemetry {VOCABULARY}",

@@ -1,4 +1,4 @@
-"""The `flexkv` command: `demo`, `doctor`, `bench`, `disk`; each loads what it needs."""
+"""The `flexkv` command: `demo`, `doctor`, `bench`, `sim`, `disk`; each loads what it needs."""
 
 from __future__ import annotations
 
@@ -74,6 +74,17 @@ def _bench(context: typer.Context) -> None:
     from flexkv.cli.bench import app as command
 
     command(context.args, prog_name="flexkv bench")
+
+
+@app.command("sim", **_PASS_ON)
+def _sim(context: typer.Context) -> None:
+    """Say what a cache would do for a trace: hit rates by policy and capacity, and more.
+
+    Example: [bold]flexkv sim policy-compare --trace trace.jsonl.gz --policies lru,opt[/bold]
+    """
+    from flexkv.cli.sim import app as command
+
+    command(context.args, prog_name="flexkv sim")
 
 
 @app.command("disk", **_PASS_ON)

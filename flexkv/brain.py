@@ -1,0 +1,82 @@
+"""The brain in one piece: index, tiers, ledger and planner, built from plain values.
+
+`build_brain` is what the manager's stack calls and what the simulator calls: both decide with the
+same objects, so that their hits, evictions and bytes are equal. Synchronous and deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flexkv import plugins
+from flexkv.index import PrefixIndex
+from flexkv.ledger import Ledger, SpillMode
+from flexkv.model import HOST
+from flexkv.planner import Planner
+from flexkv.pool import SlotPool
+from flexkv.tier import Tier
+
+_SPARE_ENTRIES = 1024  # blocks that are pinned or interior while they are in no tier
+
+
+@dataclass(frozen=True, slots=True)
+class Brain:
+    """What decides: where blocks are (`ledger`, over `index` and tiers), what moves (`planner`)."""
+
+    index: PrefixIndex
+    ledger: Ledger
+    planner: Planner
+
+
+def _uncounted(tier: str, count: int) -> None:
+    """Count nothing."""
+
+
+def build_brain(
+    capacities: Mapping[str, int],
+    policy_of: Callable[[str], str],
+    settings: Mapping[str, Any] | None = None,
+    *,
+    tokens_per_block: int,
+    evict_ratio: float = 0.0,
+    evict_start_threshold: float = 1.0,
+    spill: SpillMode = "through",
+    max_read_failures: int = 3,
+    chunk_blocks: int = 1,
+    chunks_in_flight: int = 1,
+    count_evicted: Callable[[str, int], None] = _uncounted,
+) -> Brain:
+    """Build an empty brain.
+
+    Args:
+        capacities: slots by tier, "host" first, then the stores from near to far.
+        policy_of: tier -> name of its eviction policy, an installed plug-in.
+        settings: what every policy is opened with.
+        tokens_per_block: told to policies that weigh a block by its position.
+        count_evicted: told (tier, blocks) whenever something leaves to make room.
+
+    Raises:
+        PluginError: a policy is unknown or broken.
+        ConfigError: a policy refuses its settings, or there are too many blocks or tiers.
+    """
+    assert next(iter(capacities)) == HOST, "tier 0 is the host"
+    # a put enters its blocks before those that make room for them leave: the host's share twice
+    max_blocks = sum(capacities.values()) + capacities[HOST] + _SPARE_ENTRIES
+    index = PrefixIndex(max_blocks, list(capacities))
+    tiers = []
+    for number, (name, slots) in enumerate(capacities.items()):
+        policy = plugins.load(plugins.POLICIES, policy_of(name))()
+        index.set_policy(
+            number, policy, settings, capacity_blocks=slots, tokens_per_block=tokens_per_block
+        )
+        counted = partial(count_evicted, name)
+        thresholds = (evict_ratio, evict_start_threshold)
+        tiers.append(Tier(name, number, index, SlotPool(slots), *thresholds, counted))
+    ledger = Ledger(
+        index, tiers, max_blocks=max_blocks, spill=spill, max_read_failures=max_read_failures
+    )
+    planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
+    return Brain(index, ledger, planner)

@@ -1,0 +1,19 @@
+"""`flexkv sim ...`: what a cache would do, decided by the code that serves.
+
+Every command lies in a module `flexkv/cli/sim_*.py` as a plain function and is entered here.
+"""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def main() -> None:
+    """Simulate a cache over a request trace, with the index, planner and policies that serve."""
