@@ -206,9 +206,9 @@ class PrefixIndex:
     ) -> None:
         """Open `policy` for a tier that is still empty."""
         assert self.resident(tier) == 0, "a policy is set before blocks come"
-        room = (capacity_blocks or self.max_blocks, self.max_blocks)
-        given = (self._orders[tier], dict(settings or {}), tokens_per_block, self.depths)
-        policy.open(PolicyContext(self.tiers[tier], *room, *given))
+        name, order, size = self.tiers[tier], self._orders[tier], self.max_blocks
+        given = (capacity_blocks or size, size, order, dict(settings or {}))
+        policy.open(PolicyContext(name, *given, tokens_per_block, self.depths))
         self._audiences[tier].policy = policy
 
     def order(self, tier: int) -> LeafOrder:
@@ -242,11 +242,8 @@ class PrefixIndex:
                     policy.victims(count - found, lambda blocks: self.evictable(tier, blocks))
                 )
                 rest = chosen[found:]
-                accepted = done(
-                    lib.fx_trial_accept(
-                        self._index, tier, u32(asked), len(asked), len(rest), u32(rest)
-                    )
-                )
+                given = (u32(asked), len(asked), len(rest), u32(rest))
+                accepted = done(lib.fx_trial_accept(self._index, tier, *given))
                 if accepted == 0:
                     break
                 found += accepted
