@@ -24,6 +24,10 @@ class LayoutError(FlexKVError, ValueError):
     """Device tensors do not match the declared KVSpec, or their layout is ambiguous."""
 
 
+class TraceError(FlexKVError, ValueError):
+    """A trace cannot be read, or has what its format does not allow."""
+
+
 class PluginError(FlexKVError):
     """A backend, policy or codec is unknown, duplicated, incompatible or fails to load."""
 

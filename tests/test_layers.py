@@ -64,6 +64,8 @@ MAY_IMPORT = {
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "manager": f"_core config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "threads": "",
+    # data that the simulator, the bench and the commands share: no body, no manager
+    "traces": VOCABULARY,
     "sync": f"manager config events protocols threads transfer {VOCABULARY}",
     "__init__": f"manager sync config events transfer {VOCABULARY}",
     # the same brain as the data plane, never its body: no loop, no backend
