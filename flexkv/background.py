@@ -8,9 +8,7 @@ dropped and counted.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,20 +16,13 @@ from flexkv.engine import Engine
 from flexkv.errors import TransferError
 from flexkv.ledger import Discard, Ledger
 from flexkv.model import FAILED, LANDING, READY, BlockIds, BoolArray, KeyArray
+from flexkv.offers import Offer, Offers
 from flexkv.planner import Planner
 from flexkv.protocols import BlockIO, StorageBackend, as_statuses
 from flexkv.telemetry import Telemetry, log
 from flexkv.waiting import Signal
 
 _ATTEMPTS = 3  # writes of a block that fail in a row before it is given up
-
-
-class _Offer(NamedTuple):
-    """Blocks for the lower tiers, and the wave they belong to."""
-
-    blocks: BlockIds
-    keys: KeyArray
-    wave: int
 
 
 class Spiller:
@@ -48,14 +39,8 @@ class Spiller:
         batches_in_flight: int = 2,
     ) -> None:
         self._planner, self._engine, self._telemetry = planner, engine, telemetry
-        self._queue_blocks, self._batch_blocks = queue_blocks, max(1, batch_blocks)
         self.workers = batches_in_flight
-        self._queue: deque[_Offer] = deque()
-        self._early: list[_Offer] = []  # blocks whose ancestors are still on their way to the host
-        self._wave = 0  # offers before and after a `caught_up` are told apart by it
-        self._outstanding: Counter[int] = Counter()  # blocks of a wave not yet dealt with
-        self._queued_blocks = 0
-        self._pending = planner.ledger.offers  # of a block, not yet dealt with
+        self._offers = Offers(planner.ledger, queue_blocks=queue_blocks, batch_blocks=batch_blocks)
         self._failures = np.zeros(planner.ledger.max_blocks, np.uint8)  # of a block, in a row
         self._active = 0
         self._stopped = False
@@ -65,63 +50,39 @@ class Spiller:
     @property
     def queued_blocks(self) -> int:
         """Blocks that wait for their turn."""
-        return self._queued_blocks
+        return self._offers.queued_blocks
 
     @property
     def busy(self) -> bool:
         """Whether blocks are queued or being written."""
-        return bool(self._queue or self._early) or self._active > 0
+        return self._offers.waiting or self._active > 0
 
     def offer(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Queue blocks for the lower tiers; when it is full the oldest leave unwritten."""
-        self._enqueue(_Offer(blocks, keys, self._wave))
+        self._enqueue(Offer(blocks, keys, self._offers.wave))
 
-    def _enqueue(self, offer: _Offer) -> None:
-        self._queue.append(offer)
-        self._queued_blocks += len(offer.blocks)
-        self._count(offer)
-        while self._queued_blocks > self._queue_blocks and len(self._queue) > 1:
-            dropped = self._take(self._batch_blocks)
-            self._settle(dropped)
-            self._telemetry.add("dropped_blocks", len(dropped.blocks), work="spill")
+    def _enqueue(self, offer: Offer) -> None:
+        self._queued(self._offers.add(offer))
+
+    def _queued(self, dropped: int) -> None:
+        """Wake the workers, and those who wait for what was dropped."""
+        if dropped:
+            self._telemetry.add("dropped_blocks", dropped, work="spill")
+            self.progress.raise_()
         self._work.raise_()
-
-    def _defer(self, offer: _Offer) -> None:
-        """Keep blocks until something lands in the host: it may be an ancestor of theirs."""
-        self._early.append(offer)
-        self._count(offer)
 
     def landed(self) -> None:
         """Say that something has landed, or never will."""
-        early, self._early = self._early, []
-        for offer in early:
-            self._discount(offer)
-            self._enqueue(offer)
+        dropped = self._offers.landed()
+        if self._offers:
+            self._queued(dropped)
 
     def pending(self, blocks: BlockIds) -> BoolArray:
         """Which blocks are queued or being written."""
-        return self._pending[blocks] > 0
+        return self._planner.ledger.offers[blocks] > 0
 
-    def _take(self, limit: int) -> _Offer:
-        blocks, keys, wave = self._queue.popleft()
-        if len(blocks) > limit:
-            self._queue.appendleft(_Offer(blocks[limit:], keys[limit:], wave))
-            blocks, keys = blocks[:limit], keys[:limit]
-        self._queued_blocks -= len(blocks)
-        return _Offer(blocks, keys, wave)
-
-    def _count(self, offer: _Offer) -> None:
-        self._pending[offer.blocks] += 1
-        self._outstanding[offer.wave] += len(offer.blocks)
-
-    def _discount(self, offer: _Offer) -> None:
-        self._pending[offer.blocks] -= 1
-        self._outstanding[offer.wave] -= len(offer.blocks)
-        if self._outstanding[offer.wave] <= 0:
-            del self._outstanding[offer.wave]
-
-    def _settle(self, offer: _Offer) -> None:
-        self._discount(offer)
+    def _settle(self, offer: Offer) -> None:
+        self._offers.settle(offer)
         self.progress.raise_()
 
     async def run(self) -> None:
@@ -129,9 +90,9 @@ class Spiller:
         batches.
         """
         while True:
-            while not self._queue:
+            while not self._offers:
                 await self._work.wait()
-            offer = self._take(self._batch_blocks)
+            offer = self._offers.take()
             self._active += 1
             try:
                 await self._spill(offer)
@@ -139,10 +100,10 @@ class Spiller:
                 self._active -= 1
                 self._settle(offer)
 
-    async def _spill(self, offer: _Offer) -> None:
+    async def _spill(self, offer: Offer) -> None:
         graph, dropped, early = self._planner.plan_spill(offer.blocks, offer.keys)
         if len(early):
-            self._defer(_Offer(early, self._planner.index.keys(early), offer.wave))
+            self._offers.defer(Offer(early, self._planner.index.keys(early), offer.wave))
         if dropped:
             self._telemetry.add("dropped_blocks", dropped, work="spill")
         if graph is None:
@@ -153,16 +114,16 @@ class Spiller:
         self._failures[graph.blocks[run.alive]] = 0
         if not run.alive.all():
             log.warning("spill.failed", blocks=int(np.count_nonzero(~run.alive)), goal=graph.goal)
-            self._try_again(_Offer(graph.blocks[~run.alive], graph.keys[~run.alive], offer.wave))
+            self._try_again(Offer(graph.blocks[~run.alive], graph.keys[~run.alive], offer.wave))
 
-    def _try_again(self, offer: _Offer) -> None:
+    def _try_again(self, offer: Offer) -> None:
         """Offer blocks whose write failed once more, a few times in a row at most."""
         blocks, keys, wave = offer
         self._failures[blocks] += 1
         again = self._failures[blocks] < _ATTEMPTS
         self._failures[blocks[~again]] = 0
         if again.any():
-            self._enqueue(_Offer(blocks[again], keys[again], wave))
+            self._enqueue(Offer(blocks[again], keys[again], wave))
 
     async def reached(self, blocks: BlockIds, keys: KeyArray) -> None:
         """Wait until the lowest tier holds the blocks; with spill="on_evict" bring them there.
@@ -204,8 +165,8 @@ class Spiller:
 
     async def caught_up(self) -> None:
         """Wait until what has been offered by now was written or given up."""
-        wave, self._wave = self._wave, self._wave + 1
-        while any(other <= wave for other in self._outstanding) and not self._stopped:
+        wave = self._offers.next_wave()
+        while self._offers.outstanding(wave) and not self._stopped:
             await self.progress.wait()
 
 

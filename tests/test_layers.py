@@ -15,7 +15,7 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys alone index groups order pool tier ledger spills planner layerwise brain"
+BRAIN = "keys alone index groups order pool tier ledger spills offers planner layerwise brain"
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
     "stack hosting transfer"
@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "tier": f"index pool {VOCABULARY}",
     "ledger": f"groups index pool tier protocols {VOCABULARY}",
     "spills": f"index ledger {VOCABULARY}",
+    "offers": f"ledger {VOCABULARY}",
     "planner": f"groups index pool tier ledger spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
     # names the policies: the only part of the brain that loads plug-ins
@@ -56,7 +57,7 @@ MAY_IMPORT = {
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
     "ranks": f"_core backends completion memory plugins protocols telemetry {VOCABULARY}",
     "events": f"index waiting {VOCABULARY}",
-    "background": f"engine ledger planner index protocols telemetry waiting {VOCABULARY}",
+    "background": f"engine ledger offers planner index protocols telemetry waiting {VOCABULARY}",
     "transfer": f"completion planner protocols waiting {VOCABULARY}",
     "plans": f"completion groups planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
