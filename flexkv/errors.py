@@ -58,3 +58,11 @@ class ClosedError(FlexKVError):
 
 class BrokenManagerError(FlexKVError):
     """The manager's own machinery crashed; the cause is chained, every later call raises this."""
+
+
+class SimulationError(FlexKVError):
+    """A simulation was asked for something impossible, or waits for what will never happen."""
+
+
+class ConservationError(SimulationError):
+    """A simulation's books do not add up: the result is not to be trusted, and is not returned."""
