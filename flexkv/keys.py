@@ -52,7 +52,7 @@ def as_tokens(tokens: Any, *, name: str = "tokens") -> NDArray[Any]:
             raise InputError(f"{name}: {int(array.max())} does not fit in 63 bits")
         array = array.astype(np.int64)
     array = np.ascontiguousarray(array)
-    if lib.fx_tokens_negative(ffi.from_buffer("char[]", array), array.itemsize, array.size):
+    if held.tokens_negative(ffi.from_buffer("uint8_t[]", array), array.itemsize, array.size):
         position = int(np.flatnonzero(array < 0)[0])
         raise InputError(f"{name} must be >= 0, got {int(array[position])} at position {position}")
     return array

@@ -93,10 +93,6 @@ class _Answer(Generic[_T]):
         return value
 
 
-def _nothing() -> None:
-    """Only wakes the loop."""
-
-
 def _start(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
     """Calls run as tasks, because what they start asks which loop it is on. None of them awaits
     anything, so that a task is over before somebody could drop it.
@@ -168,7 +164,7 @@ class BlockingKVManager:
         assert loop is not None
         assert self._thread is not None
         # a turn later: a task that is cancelled before its first step answers nobody
-        loop.call_soon_threadsafe(loop.call_soon, loop.stop)
+        self._shared.hand(partial(loop.call_soon, loop.call_soon, loop.stop))
         self._thread.join()
         loop.close()
 
@@ -215,7 +211,8 @@ class BlockingKVManager:
 
         The call may not start anything on the loop: no transfers, no tasks.
         """
-        loop, host, shared = self._running_loop(), self._kv._host, self._shared
+        self._running_loop()
+        host, shared = self._kv._host, self._shared
         shared.enter(timeout_s)
         own, host.thread = host.thread, threading.get_ident()
         try:
@@ -223,7 +220,7 @@ class BlockingKVManager:
         finally:
             host.thread = own
             if shared.asleep:
-                loop.call_soon_threadsafe(_nothing)  # it has to look at its timers again
+                shared.wake()  # it has to look at its timers again
             shared.lock.release()
 
     def post(self, verb: Callable[..., object], *arguments: Any) -> None:
@@ -240,7 +237,7 @@ class BlockingKVManager:
         """Start a coroutine on the loop before that is told to stop, or not at all."""
         with self._lock:
             loop = self._running_loop()
-            loop.call_soon_threadsafe(_start, loop, make())
+            self._shared.hand(partial(loop.call_soon, _start, loop, make()))
 
     @property
     def manager(self) -> KVManager:

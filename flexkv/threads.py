@@ -1,12 +1,22 @@
 """How another thread gets at what the loop thread works with, without waking it.
 
-`SharedSelector` (the loop's selector: other threads are let in between two things that it does).
+`SharedSelector` (the loop's selector: other threads are let in between two things that it does,
+and hand it calls to make).
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import selectors
 import threading
+from collections import deque
+from collections.abc import Callable
+
+# Keeps the interpreter's lock: os.write and call_soon_threadsafe let it go, and a thread that
+# computes then has it for milliseconds.
+_ring = ctypes.PyDLL(None).eventfd_write
+_ring.argtypes = [ctypes.c_int, ctypes.c_uint64]
 
 
 class SharedSelector(selectors.DefaultSelector):
@@ -18,19 +28,51 @@ class SharedSelector(selectors.DefaultSelector):
         super().__init__()
         self.lock, self.turn = threading.Lock(), threading.Lock()
         self.asleep = False  # the loop waits, and has made up its mind for how long
+        self.handed: deque[Callable[[], object]] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.register(self._bell, selectors.EVENT_READ)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events with the lock released; let in who waits for it."""
         if timeout is not None and timeout <= 0 and not self.turn.locked():
-            return super().select(timeout)
+            return self._unrung(super().select(timeout))
         self.asleep = timeout is None or timeout > 0
         self.lock.release()
         try:
-            return super().select(timeout)
+            events = super().select(timeout)
         finally:
             with self.turn:
                 self.lock.acquire()
             self.asleep = False
+        return self._unrung(events)
+
+    def _unrung(
+        self, events: list[tuple[selectors.SelectorKey, int]]
+    ) -> list[tuple[selectors.SelectorKey, int]]:
+        """Make the calls that were handed over, if the bell rang; the loop does not know it."""
+        for position, (key, _) in enumerate(events):
+            if key.fd == self._bell:
+                os.eventfd_read(self._bell)
+                while self.handed:
+                    self.handed.popleft()()
+                return events[:position] + events[position + 1 :]
+        return events
+
+    def wake(self) -> None:
+        """Have the loop look at its timers again. For other threads, while the loop is open."""
+        _ring(self._bell, 1)
+
+    def hand(self, call: Callable[[], object]) -> None:
+        """Have a call, which must not raise, made on the loop thread soon. See `wake`."""
+        self.handed.append(call)
+        _ring(self._bell, 1)
+
+    def close(self) -> None:
+        """Close the selector, and the bell with it."""
+        super().close()
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
 
     def enter(self, timeout_s: float = -1) -> None:
         """Take the lock of a loop that others run; `lock.release` gives it back.

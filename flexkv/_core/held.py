@@ -1,5 +1,5 @@
-"""Short calls into the C core that keep the interpreter's lock: `hash_chain`, `index_match`,
-`index_pin`, with the arguments of their namesakes in `lib`; no pointer may be a char's.
+"""Short calls into the C core that keep the interpreter's lock: `tokens_negative`, `hash_chain`,
+`index_match`, `index_pin`, with the arguments of their namesakes in `lib`; no pointer may be a char's.
 
 Calls through `lib` release it, and get it back only when whoever took it meanwhile gives it up:
 for a call of a few microseconds on the thread of an engine's scheduler that may cost milliseconds.
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _core, _cast, _ADDRESS = ctypes.PyDLL(path), ffi.cast, ffi.typeof("uintptr_t")
 _pointer, _count = ctypes.c_void_p, ctypes.c_uint32
 
+_tokens_negative = _core.fx_tokens_negative
+_tokens_negative.argtypes = [_pointer, _count, ctypes.c_uint64]
 _hash_chain = _core.fx_hash_chain
 _hash_chain.argtypes = [_pointer, _count, _count, _count, _pointer, _pointer, _pointer]
 _hash_chain.restype = None
@@ -30,6 +32,11 @@ _index_pin.argtypes = [_pointer, _pointer, _count]
 
 def _at(pointer: CData) -> int:
     return int(_cast(_ADDRESS, pointer))
+
+
+def tokens_negative(tokens: CData, token_bytes: int, count: int) -> bool:
+    """See fx_tokens_negative in hash.h."""
+    return bool(_tokens_negative(_at(tokens), token_bytes, count))
 
 
 def hash_chain(
