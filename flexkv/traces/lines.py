@@ -1,4 +1,6 @@
-"""Files as numbered lines: `numbered_lines`, `opened` (plain or gzip, told by content)."""
+"""Files as numbered lines, plain or gzip (told by content): `opened` - `numbered_lines` - `rows`
+(JSON Lines, malformed ones rejected) - `trace_name`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TypeVar, cast
+
+import msgspec
 
 from flexkv.errors import TraceError
+from flexkv.traces.model import TraceBuilder
 
 Progress = Callable[[int, int], None]  # bytes of the file read, and in all
 _GZIP = b"\x1f\x8b"
 _EVERY_LINES = 256
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -51,3 +57,22 @@ def numbered_lines(path: Path, progress: Progress | None = None) -> Iterator[tup
                 yield number, line
         if progress is not None:
             progress(size_bytes, size_bytes)
+
+
+def rows(
+    path: Path, kind: type[_T], builder: TraceBuilder, progress: Progress | None = None
+) -> Iterator[tuple[int, _T]]:
+    """Yield (number of the line, what it says) of JSON Lines; those that are none are rejected."""
+    decode = msgspec.json.Decoder(kind).decode
+    for number, line in numbered_lines(path, progress):
+        try:
+            row = decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            builder.reject(number, str(error), str(path))
+        else:
+            yield number, row
+
+
+def trace_name(path: Path) -> str:
+    """Return the name of a trace that does not give itself one."""
+    return path.name.removesuffix(".gz").rpartition(".")[0] or path.name

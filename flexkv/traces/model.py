@@ -90,13 +90,13 @@ class TraceBuilder:
     def __len__(self) -> int:
         return len(self._times)
 
-    def reject(self, line: int, reason: str) -> None:
-        """Note that a line cannot be used.
+    def reject(self, line: int, reason: str, path: str | None = None) -> None:
+        """Note that a line (of `path`, where a trace has several files) cannot be used.
 
         Raises:
             TraceError: the reader is strict.
         """
-        problem = Malformed(self.path, line, reason)
+        problem = Malformed(path or self.path, line, reason)
         if self.strict:
             raise TraceError(f"{problem}; without --strict such lines are counted and skipped")
         self.malformed.append(problem)
@@ -119,10 +119,13 @@ class TraceBuilder:
         self._outputs.append(output_tokens)
         self._lines.append(line)
 
-    def build(self, name: str, tokens_per_block: int | None) -> Trace:
+    def build(self, name: str, tokens_per_block: int | None, coarsen: int = 1) -> Trace:
         """Sort by time, reject what is not chained, and count.
 
-        `tokens_per_block` None: it is inferred from the lengths.
+        Args:
+            tokens_per_block: of the ids that were added; None: it is inferred from the lengths.
+            coarsen: make one block of so many. As ids name their whole prefix, that of the last
+                one names them all; blocks that do not fill another one are dropped.
 
         Raises:
             TraceError: the block size is not given and the lengths leave it open.
@@ -139,13 +142,14 @@ class TraceBuilder:
                 self._sessions[i],
                 self._inputs[i],
                 self._outputs[i],
-                ids[ends[i] : ends[i + 1]],
+                ids[ends[i] + coarsen - 1 : ends[i + 1] : coarsen],
             )
             for i in order.tolist()
         ]
         accesses = sum(len(request.block_ids) for request in requests)
         distinct = _distinct([request.block_ids for request in requests], accesses, ids)
-        return Trace(name, tokens_per_block, requests, distinct, accesses, tuple(self.malformed))
+        size = tokens_per_block * coarsen
+        return Trace(name, size, requests, distinct, accesses, tuple(self.malformed))
 
     def _chained(self, ids: Ids, ends: Ids) -> NDArray[np.intp]:
         """Return the requests whose every block stands behind the same block as at its first

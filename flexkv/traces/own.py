@@ -8,11 +8,12 @@ from typing import Annotated
 import msgspec
 
 from flexkv.errors import TraceError
-from flexkv.traces.lines import Progress, numbered_lines
+from flexkv.traces.lines import numbered_lines, trace_name
 from flexkv.traces.model import Trace, TraceBuilder
+from flexkv.traces.options import ReadOptions
 
 VERSION = 1
-_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class Header(msgspec.Struct):
@@ -23,30 +24,22 @@ class Header(msgspec.Struct):
     name: str | None = None
 
 
-class _Line(msgspec.Struct):
+class Row(msgspec.Struct):
+    """One request of our own format."""
+
     timestamp_ms: float
-    input_tokens: _Count
+    input_tokens: Count
     block_ids: list[int]
-    output_tokens: _Count = 0
+    output_tokens: Count = 0
     session: str | None = None
 
 
-def read_own(
-    path: Path,
-    *,
-    tokens_per_block: int | None = None,
-    strict: bool = False,
-    progress: Progress | None = None,
-) -> Trace:
-    """Read a trace in our own format.
-
-    Raises:
-        TraceError: the file cannot be read, is of a newer version, or (strict) has a bad line.
-    """
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    builder = TraceBuilder(str(path), strict=strict)
-    decode = msgspec.json.Decoder(_Line).decode
-    for number, line in numbered_lines(path, progress):
+def read_own(path: Path, options: ReadOptions) -> Trace:
+    """Read a trace in our own format."""
+    name, size = trace_name(path), options.tokens_per_block
+    builder = TraceBuilder(str(path), strict=options.strict)
+    decode = msgspec.json.Decoder(Row).decode
+    for number, line in numbered_lines(path, options.progress):
         try:
             if number == 1 and b'"flexkv_trace"' in line:
                 header = msgspec.json.decode(line, type=Header)
@@ -55,21 +48,24 @@ def read_own(
                         f"{path} has version {header.flexkv_trace} of the trace format, "
                         f"this flexkv reads version {VERSION}; upgrade flexkv"
                     )
-                name = header.name or name
-                tokens_per_block = tokens_per_block or header.tokens_per_block
+                name, size = header.name or name, options.agreed(path, header.tokens_per_block)
                 continue
             row = decode(line)
-            ids = row.block_ids
-            if tokens_per_block and len(ids) * tokens_per_block > row.input_tokens:
+            if size and len(row.block_ids) * size > row.input_tokens:
                 raise msgspec.ValidationError(
-                    f"{len(ids)} full blocks of {tokens_per_block} tokens do not fit into "
+                    f"{len(row.block_ids)} full blocks of {size} tokens do not fit into "
                     f"{row.input_tokens} tokens"
                 )
             builder.add(
-                number, row.timestamp_ms, row.session, row.input_tokens, row.output_tokens, ids
+                number,
+                row.timestamp_ms,
+                row.session,
+                row.input_tokens,
+                row.output_tokens,
+                row.block_ids,
             )
         except OverflowError:
             builder.reject(number, "a block id does not fit 64 bits")
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             builder.reject(number, str(error))
-    return builder.build(name, tokens_per_block)
+    return builder.build(name, size, options.coarsen)
