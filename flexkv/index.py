@@ -208,7 +208,7 @@ class PrefixIndex:
         assert self.resident(tier) == 0, "a policy is set before blocks come"
         name, order, size = self.tiers[tier], self._orders[tier], self.max_blocks
         given = (capacity_blocks or size, size, order, dict(settings or {}))
-        policy.open(PolicyContext(name, *given, tokens_per_block, self.depths))
+        policy.open(PolicyContext(name, *given, tokens_per_block, self.depths, self.keys))
         self._audiences[tier].policy = policy
 
     def order(self, tier: int) -> LeafOrder:

@@ -275,10 +275,18 @@ def _all_first(blocks: BlockIds) -> NDArray[np.uint32]:
     return np.zeros(len(blocks), np.uint32)
 
 
+def _numbers_as_keys(blocks: BlockIds) -> KeyArray:
+    """Know blocks by their number alone."""
+    return np.stack((blocks, np.zeros_like(blocks)), 1).astype(np.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
     """What a policy is opened with: its tier, the slots there, the largest block number + 1, and
-    the ranked leaf order. `depths` says how many blocks stand before each in its prompt.
+    the ranked leaf order.
+
+    `depths` says how many blocks stand before each in its prompt; `keys` what a block is called,
+    also while it is being `removed`: its number may be another block's afterwards.
     """
 
     tier: str
@@ -288,6 +296,7 @@ class PolicyContext:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_block: int = 1
     depths: Callable[[BlockIds], NDArray[np.uint32]] = _all_first
+    keys: Callable[[BlockIds], KeyArray] = _numbers_as_keys
 
 
 @runtime_checkable
