@@ -1,5 +1,6 @@
 """Short calls into the C core that keep the interpreter's lock: `tokens_negative`, `hash_chain`,
-`index_match`, `index_pin`, with the arguments of their namesakes in `lib`; no pointer may be a char's.
+`index_match`, `index_pin`, with the arguments of their namesakes in `lib`; no pointer may be that
+of a char.
 
 Calls through `lib` release it, and get it back only when whoever took it meanwhile gives it up:
 for a call of a few microseconds on the thread of an engine's scheduler that may cost milliseconds.
