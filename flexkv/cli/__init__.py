@@ -1,4 +1,4 @@
-"""The `flexkv` command: `demo`, `doctor`, `bench`, `sim`, `disk`; each loads what it needs."""
+"""The `flexkv` command: `demo`, `doctor`, `bench`, `sim`, `trace`, `disk`; each loads its own."""
 
 from __future__ import annotations
 
@@ -96,3 +96,14 @@ def _disk(context: typer.Context) -> None:
     from flexkv.cli.disk import app as command
 
     command(context.args, prog_name="flexkv disk")
+
+
+@app.command("trace", **_PASS_ON)
+def _trace(context: typer.Context) -> None:
+    """Look at request traces, convert, make, record and replay them.
+
+    Example: [bold]flexkv trace stat conversation.jsonl.gz[/bold]
+    """
+    from flexkv.cli.trace import app as command
+
+    command(context.args, prog_name="flexkv trace")

@@ -1,4 +1,5 @@
-"""What a trace is: `Trace`, `TraceRequest`, `Malformed` - `block_keys` - `TraceBuilder`.
+"""What a trace is: `Trace`, `TraceRequest`, `Malformed` - `block_keys` - `TraceBuilder`,
+`numbered` (ids of any size -> small ones).
 
 Block ids are prefix-chained: two ids are equal if and only if the two whole prefixes up to and
 including that block are equal. Only full blocks have ids.
@@ -160,7 +161,7 @@ class TraceBuilder:
         before = np.empty_like(ids)
         before[1:] = ids[:-1]
         before[ends[:-1][np.diff(ends) > 0]] = _ROOT
-        known, inverse = _numbered(ids)
+        known, inverse = numbered(ids)
         parents = np.empty(known, np.int64)
         parents[inverse] = before
         if np.array_equal(parents[inverse], before):
@@ -185,8 +186,8 @@ class TraceBuilder:
         return np.array(kept, np.intp)
 
 
-def _numbered(ids: Ids) -> tuple[int, Ids]:
-    """Return an upper bound and, for each id, a number below it that only this id has."""
+def numbered(ids: Ids) -> tuple[int, Ids]:
+    """Return an upper bound and, for each id, a number below it that no other id has."""
     low, high = int(ids.min()), int(ids.max())
     if high - low < 4 * len(ids):
         return high - low + 1, ids - low
@@ -199,7 +200,7 @@ def _distinct(runs: list[Ids], accesses: int, ids: Ids) -> int:
         return 0
     if accesses != len(ids):
         ids = np.concatenate(runs)
-    bound, numbers = _numbered(ids)
+    bound, numbers = numbered(ids)
     seen = np.zeros(bound, bool)
     seen[numbers] = True
     return int(np.count_nonzero(seen))

@@ -1,0 +1,166 @@
+"""`flexkv trace ...`: look at request traces, convert, make, record and replay them.
+
+`stat` - `convert` - `generate` - `record`, `replay` (in `trace_record.py`, `trace_replay.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flexkv.cli.trace_files import (
+    CharactersPerToken,
+    Coarsen,
+    Fill,
+    Format,
+    Json,
+    Seed,
+    Strict,
+    Tokenizer,
+    TokensPerBlock,
+    complaints,
+    print_json,
+    read,
+    showing,
+    stats_tables,
+    written,
+)
+
+if TYPE_CHECKING:
+    from flexkv.traces import Malformed, TraceStats
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Look at request traces, convert, make, record and replay them.",
+)
+
+
+@app.command()
+def stat(
+    paths: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces to look at.")],
+    format: Format = None,
+    tokens_per_block: TokensPerBlock = None,
+    coarsen: Coarsen = 1,
+    strict: Strict = False,
+    fill: Fill = "none",
+    tokenizer: Tokenizer = None,
+    characters_per_token: CharactersPerToken = 4.0,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Count requests, blocks, reuse and lengths of traces.
+
+    Exit code 1 if a trace cannot be read. Malformed lines are skipped and summed up at the end.
+
+    Example: [bold]flexkv trace stat conversation.jsonl.gz[/bold]
+    """
+    from dataclasses import asdict
+
+    from flexkv.traces import summarize
+
+    found: list[TraceStats] = []
+    malformed: list[Malformed] = []
+    for path in paths:
+        trace = read(
+            path, format, tokens_per_block, coarsen, strict, fill, tokenizer,
+            characters_per_token, seed,
+        )  # fmt: skip
+        found.append(summarize(trace))
+        malformed += trace.malformed
+    if as_json:
+        print_json({"traces": [asdict(item) for item in found]})
+    else:
+        for table in stats_tables(found):
+            Console().print(table)
+    complaints(malformed)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Trace to read.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; .gz packs it.")],
+    format: Format = None,
+    to: Annotated[str, typer.Option("--to", help="flexkv, mooncake or lengths.")] = "flexkv",
+    tokens_per_block: TokensPerBlock = None,
+    coarsen: Coarsen = 1,
+    strict: Strict = False,
+    fill: Fill = None,
+    tokenizer: Tokenizer = None,
+    characters_per_token: CharactersPerToken = 4.0,
+    seed: Seed = 0,
+    header: Annotated[
+        bool, typer.Option(help="Begin with the line that tells the block size (flexkv only).")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Write a trace in another format: ours, chained and full blocks only, unless told otherwise.
+
+    Example: [bold]flexkv trace convert qwen_traceA_blksz_16.jsonl a.jsonl.gz[/bold]
+    """
+    trace = read(
+        source, format, tokens_per_block, coarsen, strict, fill, tokenizer,
+        characters_per_token, seed,
+    )  # fmt: skip
+    written(trace, target, to, header, as_json)
+    complaints(trace.malformed)
+
+
+@app.command()
+def generate(
+    kind: Annotated[str, typer.Argument(help="chat, agents, rag or uniform.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; .gz packs it.")] = None,
+    requests: Annotated[int, typer.Option(help="How many requests.")] = 1000,
+    seed: Seed = 0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A parameter; see --parameters."),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--parameters", help="List the parameters and their defaults.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trace from a seed: the same one on every machine.
+
+    Example: [bold]flexkv trace generate chat --requests 1000 --seed 1 --out chat.jsonl.gz[/bold]
+    """
+    from flexkv.traces.generators import generate as make
+    from flexkv.traces.generators import parameters
+
+    with showing():
+        if show:
+            found = parameters(kind)
+            if as_json:
+                print_json(
+                    {name: {"default": d, "help": text} for name, (d, text) in found.items()}
+                )
+            else:
+                Console().print(_parameters_table(kind, found))
+            return
+        chosen = dict(_pair(text) for text in settings or ())
+        if out is None:
+            raise typer.BadParameter("say where to write the trace", param_hint="--out")
+        written(make(kind, requests, seed=seed, settings=chosen), out, "flexkv", True, as_json)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, is_pair, value = text.partition("=")
+    if not is_pair:
+        raise typer.BadParameter(f"expected NAME=VALUE, got {text!r}", param_hint="--set")
+    return name.strip().replace("-", "_"), value.strip()
+
+
+def _parameters_table(kind: str, found: dict[str, tuple[object, str]]) -> Table:
+    made = Table(title=f"flexkv trace generate {kind}", title_justify="left")
+    for column in ("parameter", "default", "meaning"):
+        made.add_column(column, justify="right" if column == "default" else "left")
+    for name, (default, text) in found.items():
+        made.add_row(name, str(default), escape(text))
+    return made
