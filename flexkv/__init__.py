@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LayoutError,
         OwnershipError,
         PluginError,
+        StalledError,
         StorageError,
         TransferError,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "PutResult",
+    "StalledError",
     "StorageError",
     "Transfer",
     "TransferError",

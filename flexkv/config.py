@@ -204,6 +204,9 @@ class FlexKVConfig(BaseSettings):
     plan_ttl_ms: int = Field(10_000, ge=1, description="life of a plan that is not launched")
     transfer_timeout_ms: int = Field(30_000, ge=1, description="deadline of a transfer")
     close_timeout_ms: int = Field(10_000, ge=1, description="how long closing waits for transfers")
+    settle_timeout_ms: int = Field(
+        60_000, ge=1, description="how long flush, reset, durable and quiesced wait"
+    )
     tickets: int = Field(4096, ge=16, description="batches of hardware work in flight")
     crew_threads: int = Field(
         0, ge=0, le=64, description="copy threads; 0 = one per core, at most 4"

@@ -52,6 +52,10 @@ class TransferError(FlexKVError):
     """A transfer broke a promise (a put whose bytes did not arrive)."""
 
 
+class StalledError(FlexKVError, TimeoutError):
+    """Work that was waited for is not over in time; it is still under way."""
+
+
 class ClosedError(FlexKVError):
     """The manager is not open: not entered yet, or closed already."""
 

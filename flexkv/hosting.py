@@ -7,6 +7,7 @@ every pending and later handle raises BrokenManagerError from the cause.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,7 @@ from flexkv.request import Request
 from flexkv.stack import Stack, build
 from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Transfer
-from flexkv.waiting import Deadlines, Signal
+from flexkv.waiting import Deadlines, Signal, in_time
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -305,12 +306,13 @@ class Host:
     async def flush(self) -> None:
         """Wait until the transfers, spills and discards that are under way now are over."""
         stack, saves = self.stack(), set(self._saves)
-        for transfer in list(self.transfers):
-            await transfer.quiesced()
-        while saves & self._saves:
-            await self._ended.wait()
-        await stack.spiller.caught_up()
-        await stack.discarder.caught_up()
+        with in_time(self._config.settle_timeout_ms, "not everything is written"):
+            for transfer in list(self.transfers):
+                await transfer.quiesced(math.inf)
+            while saves & self._saves:
+                await self._ended.wait()
+            await stack.spiller.caught_up()
+            await stack.discarder.caught_up()
         self.check()
         if self._cut_short:
             raise ClosedError("the manager was closed before everything was written")
@@ -325,12 +327,13 @@ class Host:
         self.resetting = True
         try:
             stack.plans.cancel_all()
-            await self._settle(stack)
-            while self.stack().spiller.busy:  # somebody asked for durability meanwhile
+            with in_time(self._config.settle_timeout_ms, "not everything is forgotten"):
                 await self._settle(stack)
-            stack.ledger.forget_everything()
-            stack.discarder.wake()
-            await stack.discarder.drained()
+                while self.stack().spiller.busy:  # somebody asked for durability meanwhile
+                    await self._settle(stack)
+                stack.ledger.forget_everything()
+                stack.discarder.wake()
+                await stack.discarder.drained()
         finally:
             self.resetting = False
 

@@ -292,6 +292,7 @@ class KVManager:
             device_blocks=device_blocks,
             clock=stack.completions.now,
             durable=self._wait_durable,
+            limit_ms=self.config.settle_timeout_ms,
             telemetry=self.telemetry,
         )
         self._host.carry(request)
@@ -312,7 +313,9 @@ class KVManager:
         self._host.check()
 
     async def flush(self) -> None:
-        """Wait until everything accepted so far has reached its lowest tier or was dropped."""
+        """Wait until everything accepted so far has reached its lowest tier or was dropped;
+        StalledError after `settle_timeout_ms`, and it goes on.
+        """
         await self._host.flush()
 
     def remove(self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE) -> int:
@@ -331,6 +334,7 @@ class KVManager:
     async def reset(self) -> None:
         """Forget every block of every tier. Open plans are cancelled, running transfers finish
         first; calls made meanwhile find and store nothing.
+        StalledError after `settle_timeout_ms`: a transfer that is not over keeps everything.
         """
         await self._host.reset()
 

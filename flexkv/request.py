@@ -86,6 +86,7 @@ class Request:
         device_blocks: SlotIds | None,
         clock: Callable[[], float],
         durable: Callable[[Transfer], Awaitable[None]],
+        limit_ms: float,
         telemetry: Telemetry,
     ) -> None:
         self.kind, self.matched, self.run = plan.kind, sum(plan.parts), run
@@ -101,6 +102,7 @@ class Request:
             clock=clock,
             cancel=self._cancel,
             durable=durable,
+            limit_ms=limit_ms,
         )
         for tier, count in by_tier.items():
             telemetry.add("tier_hit_blocks", count, tier=tier)

@@ -17,6 +17,7 @@ import numpy as np
 from flexkv.completion import Latch
 from flexkv.model import BlockIds, KeyArray, SlotIds
 from flexkv.planner import PutPlan
+from flexkv.waiting import in_time
 
 Kind = Literal["get", "put", "prefetch"]
 
@@ -135,6 +136,7 @@ class Transfer:
         "_durable",
         "_error",
         "_first_listened",
+        "_limit_ms",
         "_quiet",
         "_result",
         "_settled",
@@ -156,8 +158,10 @@ class Transfer:
         clock: Callable[[], float],
         cancel: Callable[[Transfer], None],
         durable: Callable[[Transfer], Awaitable[None]],
+        limit_ms: float,
     ) -> None:
         self.kind, self.matched, self.blocks, self.keys = kind, matched, blocks, keys
+        self._limit_ms = limit_ms
         self.started = clock()
         self.finished = 0.0
         self._clock, self._cancel, self._durable = clock, cancel, durable
@@ -215,20 +219,32 @@ class Transfer:
             self._first_listened = self._clock()
         await self._settled.wait()
 
-    async def quiesced(self) -> None:
+    async def quiesced(self, timeout_ms: float | None = None) -> None:
         """Wait until no byte can land in, or be read from, the device any more: its slots may be
         reused.
+
+        Args:
+            timeout_ms: None stands for the configured `settle_timeout_ms`, math.inf for no limit.
+
+        Raises:
+            StalledError: the time is over, and its slots may not be reused yet.
         """
-        await self._quiet.wait()
+        if self._quiet.is_set():
+            return
+        limit_ms = self._limit_ms if timeout_ms is None else timeout_ms
+        with in_time(limit_ms, f"the slots of {self!r} are still in use"):
+            await self._quiet.wait()
 
     async def durable(self) -> PutResult:
         """Wait until every block of a put has reached the lowest tier that is configured.
 
         Raises:
             TransferError: some blocks did not reach it (dropped under load, I/O error, no room).
+            StalledError: they are still on their way after `settle_timeout_ms`.
         """
         result = await self
-        await self._durable(self)
+        with in_time(self._limit_ms, f"{self!r} has not reached the lowest tier"):
+            await self._durable(self)
         assert isinstance(result, PutResult)
         return result
 
@@ -278,6 +294,7 @@ def refused(kind: Kind, error: Exception, clock: Callable[[], float]) -> Transfe
         clock=clock,
         cancel=lambda _: None,
         durable=_fail_first,
+        limit_ms=0,
     )
     transfer.fail(error)
     transfer.quiesce()

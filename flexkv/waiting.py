@@ -1,15 +1,19 @@
 """Waiting that costs next to nothing while nobody waits.
 
 `Signal` (happens again and again; `flexkv.completion.Latch` is what happens once) - `Deadlines`
-(many items, one timer).
+(many items, one timer) - `in_time` (a wait that ends with an error).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import anyio
+
 from flexkv.completion import Completions, Latch
+from flexkv.errors import StalledError
 
 Item = TypeVar("Item")
 
@@ -82,3 +86,19 @@ class Deadlines(Generic[Item]):
                 return
             del self._items[item]
             self._expire(item)
+
+
+@contextmanager
+def in_time(limit_ms: float, what: str) -> Iterator[None]:
+    """Bound what is awaited inside; math.inf: it may take for ever.
+
+    Raises:
+        StalledError: the time is over; `what` says what is still under way.
+    """
+    with anyio.move_on_after(limit_ms / 1e3) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise StalledError(
+            f"{what} after {limit_ms:g} ms: hardware is slow or does not answer. The work goes on; "
+            "wait again, or raise settle_timeout_ms"
+        )

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "completion errors model pool",
-    "waiting": "completion",
+    "waiting": "completion errors",
     "carriers": "completion",
     "admission": f"config lanes {VOCABULARY}",
     # no backend, no index

@@ -14,6 +14,7 @@ fp32). Measured on SmolLM2-135M with 3,072 tokens (2 cores): one decode step tak
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -142,7 +143,7 @@ class Seat:
         more.
         """
         while self.transfers:
-            await self.transfers[-1].quiesced()
+            await self.transfers[-1].quiesced(math.inf)
             self.transfers.pop()
         if self.lock.locked():
             await to_thread.run_sync(self._wait_for_step)

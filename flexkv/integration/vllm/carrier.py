@@ -7,6 +7,7 @@ set: vLLM's thread takes it from there.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 
@@ -124,7 +125,7 @@ class Carrier:
     async def _wait_for(self, work: Work) -> None:
         assert work.transfer is not None
         try:
-            await work.transfer.quiesced()
+            await work.transfer.quiesced(math.inf)  # vLLM would write over blocks in use
             work.book(work.transfer)
         except Exception as error:
             log.warning("vllm.transfer_failed", request=work.request, error=repr(error))

@@ -47,6 +47,7 @@ def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
         transfer_timeout_ms=2000,
         plan_ttl_ms=200,
         close_timeout_ms=given["close_ms"],
+        settle_timeout_ms=60_000,
         huge_pages=False,
         prefault=False,
         crew_threads=1,

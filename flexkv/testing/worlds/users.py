@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from flexkv import KVManager
-from flexkv.errors import CapacityError, ClosedError, TransferError
+from flexkv.errors import CapacityError, ClosedError, StalledError, TransferError
 from flexkv.testing.worlds.device import SPEC, TOKENS, Loan, Memory
 from flexkv.testing.worlds.hardware import Fault, Hardware, Journal
 from flexkv.testing.worlds.story import Path
@@ -20,7 +20,7 @@ from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 DEVICE_BLOCKS = 40
 PATIENCE_S = 300.0  # virtual: whoever still waits then waits for ever
-_EXPECTED = (CapacityError, TransferError)
+_EXPECTED = (CapacityError, ClosedError, TransferError)
 
 
 class Users:
@@ -59,7 +59,7 @@ class Users:
     async def _follow_put(self, number: int, transfer: Transfer, loan: Loan, durable: bool) -> None:
         try:
             result: PutResult = await self._listen(number, transfer)
-        except (*_EXPECTED, ClosedError) as error:
+        except _EXPECTED as error:
             self.journal.write(f"#{number} put:", type(error).__name__)
             self._lost()
         except asyncio.CancelledError:
@@ -68,12 +68,15 @@ class Users:
             loan.give_back()  # at once: that is what the result promises
             self.journal.write(f"#{number} put: {result.stored} stored, {result.new} new")
             self._check_stored(transfer, result)
-        await transfer.quiesced()
+        if not await self._quiesced(number, transfer):
+            return
         loan.give_back()
         if durable:
             try:
                 await transfer.durable()
-            except (*_EXPECTED, ClosedError) as error:
+            except StalledError:
+                self._stalled(f"#{number} put: durable")
+            except _EXPECTED as error:
                 self.journal.write(f"#{number} put: not durable, {type(error).__name__}")
 
     def _check_stored(self, transfer: Transfer, result: PutResult) -> None:
@@ -116,8 +119,23 @@ class Users:
             self.journal.write(f"#{number} get: {result.loaded} of {result.matched} loaded")
             failed = set(result.failed_device_blocks.tolist())
             self._check_loaded(number, result, loan, wanted, failed)
-        await transfer.quiesced()
-        loan.give_back()
+        if await self._quiesced(number, transfer):
+            loan.give_back()
+
+    async def _quiesced(self, number: int, transfer: Transfer) -> bool:
+        """Wait until the device blocks may be used again; False if that is not to be seen."""
+        try:
+            await transfer.quiesced()
+        except StalledError:
+            self._stalled(f"#{number} {transfer.kind}: quiesced")
+            return False
+        return True
+
+    def _stalled(self, who: str) -> None:
+        """Somebody was told that hardware does not answer: is that so?"""
+        self.journal.write(who, "gives up")
+        if not self.hardware.stuck:
+            self.journal.accuse("hang", f"{who} gives up, but all hardware answers")
 
     def _check_loaded(
         self, number: int, result: GetResult, loan: Loan, wanted: list[bytes], failed: set[int]
@@ -221,6 +239,8 @@ class Users:
     async def _whole(self, verb: str) -> None:
         try:
             await getattr(self.kv, verb)()
+        except StalledError:
+            self._stalled(verb)
         except (CapacityError, ClosedError) as error:
             self.journal.write(f"{verb}:", type(error).__name__)
 
@@ -269,8 +289,6 @@ class Users:
             async with asyncio.timeout(PATIENCE_S):
                 return await work
         except TimeoutError:
-            if who in ("flush", "reset") and self.hardware.stuck:  # it is stuck since then
-                return
             self.journal.accuse("hang", f"{who} still waits after {PATIENCE_S:g} s")
 
     # the end
@@ -287,17 +305,17 @@ class Users:
                 raise error
 
     async def settle(self) -> None:
-        """Let everything come to its end; with hardware that never answers, all that can."""
+        """Let everything come to its end, or to be given up where hardware never answers."""
         self.hardware.faults.clear()
         for number in list(self.plans):
             self.cancel_plan(number)
         for transfer in self.transfers.values():
             await self.patiently("a transfer", transfer.settled())
-        if self.hardware.stuck:
-            return
         for task in self._followers:
             await self.patiently("a user", asyncio.wait([task]))
-        await self.patiently("flush", self.kv.flush())
+        await self.patiently("flush", self._whole("flush"))
+        if self.hardware.stuck:
+            return
         assert self.watch is not None
         self.watch.look_idle()
 
