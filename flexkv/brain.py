@@ -1,7 +1,8 @@
 """The brain in one piece: index, tiers, ledger and planner, built from plain values.
 
-`build_brain` is what the manager's stack calls and what the simulator calls: both decide with the
-same objects, so that their hits, evictions and bytes are equal. Synchronous and deterministic.
+`build_brain`, or `brain_for` a configuration, is what the manager's stack calls and what the
+simulator calls: both decide with the same objects, so that their hits, evictions and bytes are
+equal. Synchronous and deterministic.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from flexkv import plugins
+from flexkv.config import FlexKVConfig
 from flexkv.index import PrefixIndex
 from flexkv.ledger import Ledger, SpillMode
-from flexkv.model import HOST
+from flexkv.model import DISK, HOST, KVSpec
 from flexkv.planner import Planner
 from flexkv.pool import SlotPool
 from flexkv.tier import Tier
@@ -80,3 +82,27 @@ def build_brain(
     )
     planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
     return Brain(index, ledger, planner)
+
+
+def brain_for(
+    config: FlexKVConfig,
+    spec: KVSpec,
+    count_evicted: Callable[[str, int], None] = _uncounted,
+) -> Brain:
+    """Build the brain that a manager with this configuration has; raises as `build_brain`."""
+    disk_slots = config.disk_slots(spec)
+    capacities = {HOST: config.host_slots(spec)} | ({DISK: disk_slots} if disk_slots else {})
+    return build_brain(
+        capacities,
+        config.policy_of,
+        config.policy_settings(),
+        tokens_per_block=spec.tokens_per_block,
+        evict_ratio=config.evict_ratio,
+        evict_start_threshold=config.evict_start_threshold,
+        spill=config.spill,
+        max_read_failures=config.max_read_failures,
+        chunk_blocks=config.chunk_blocks(spec),
+        # what keeps the disk busy, and a chunk whose checksums are being verified
+        chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,
+        count_evicted=count_evicted,
+    )

@@ -1,9 +1,9 @@
 """Configuration: keywords win over a file, the file over `FLEXKV_*` variables, those over defaults.
 
 `FlexKVConfig` (the settings; the only reader of the environment) - `FlexKVConfig.load` (from a
-file) - `identity`, `host_slots`, `disk_slots` (what follows from them for a KVSpec) - `policy_of`,
-`policy_settings`, `backend_settings` (what plug-ins are opened with). Upstream's names are accepted
-too, see compat.py.
+file) - `identity`, `host_slots`, `disk_slots`, `chunk_blocks`, `staging_slots` (what follows from
+them for a KVSpec) - `policy_of`, `policy_settings`, `backend_settings` (what plug-ins are opened
+with). Upstream's names are accepted too, see compat.py.
 """
 
 from __future__ import annotations
@@ -298,6 +298,14 @@ class FlexKVConfig(BaseSettings):
             if self.disk_cache_bytes
             else 0
         )
+
+    def chunk_blocks(self, spec: KVSpec) -> int:
+        """Return how many blocks move as one piece of a long transfer."""
+        return max(1, self.chunk_bytes // spec.stride_bytes)
+
+    def staging_slots(self, spec: KVSpec) -> int:
+        """Return how many slots blocks pass through that do not stay in the host."""
+        return max(2, self.staging_bytes // spec.stride_bytes) if self.disk_cache_bytes else 0
 
     @staticmethod
     def _slots(name: str, size_bytes: int, spec: KVSpec) -> int:

@@ -302,6 +302,6 @@ class TransferGraph:
     depths: NDArray[np.uint32] | None = None
 
 
-DEVICE, HOST = "device", "host"
+DEVICE, HOST, DISK = "device", "host", "disk"
 
 PRIORITY_GET, PRIORITY_PUT, PRIORITY_PREFETCH, PRIORITY_SPILL = range(4)

@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from flexkv import plugins
 from flexkv.background import Discarder, Spiller
-from flexkv.brain import Brain, build_brain
+from flexkv.brain import brain_for
 from flexkv.completion import Completions
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Commit, Engine
@@ -24,13 +24,12 @@ from flexkv.keys import Keyring
 from flexkv.lanes import Staging
 from flexkv.ledger import Ledger
 from flexkv.memory import Arena
-from flexkv.model import HOST, KVSpec
+from flexkv.model import DISK, KVSpec
 from flexkv.planner import Planner
 from flexkv.plans import Plans
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
 
-DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +116,7 @@ async def _open(
     closer = await guard.enter_async_context(AsyncExitStack())
     identity = config.identity(spec)
     host_slots, disk_slots = config.host_slots(spec), config.disk_slots(spec)
-    chunk_blocks = max(1, config.chunk_bytes // spec.stride_bytes)
-    staging_slots = max(2, config.staging_bytes // spec.stride_bytes) if disk_slots else 0
+    chunk_blocks, staging_slots = config.chunk_blocks(spec), config.staging_slots(spec)
     arena, completions = await _open_memory(config, spec, host_slots + staging_slots, closer)
     services = Services(completions, arena, identity, config.backend_settings("device"), host_slots)
     device: DeviceBackend = plugins.load(plugins.BACKENDS, config.device)()
@@ -134,8 +132,7 @@ async def _open(
         stores[DISK] = store
         if found is not None:
             recovered[DISK] = found
-    slots = {HOST: host_slots} | ({DISK: disk_slots} if disk_slots else {})
-    brain = _make_brain(config, spec, telemetry, slots, chunk_blocks)
+    brain = brain_for(config, spec, partial(_count_evicted, telemetry))
     ledger, planner = brain.ledger, brain.planner
     engine = Engine(
         completions,
@@ -209,26 +206,3 @@ async def _open_memory(
 
 def _count_evicted(telemetry: Telemetry, tier: str, count: int) -> None:
     telemetry.add("evicted_blocks", count, tier=tier)
-
-
-def _make_brain(
-    config: FlexKVConfig,
-    spec: KVSpec,
-    telemetry: Telemetry,
-    slots: dict[str, int],
-    chunk_blocks: int,
-) -> Brain:
-    return build_brain(
-        slots,
-        config.policy_of,
-        config.policy_settings(),
-        tokens_per_block=spec.tokens_per_block,
-        evict_ratio=config.evict_ratio,
-        evict_start_threshold=config.evict_start_threshold,
-        spill=config.spill,
-        max_read_failures=config.max_read_failures,
-        chunk_blocks=chunk_blocks,
-        # what keeps the disk busy, and a chunk whose checksums are being verified
-        chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,
-        count_evicted=partial(_count_evicted, telemetry),
-    )

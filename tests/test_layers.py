@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "planner": f"groups index pool tier ledger spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
     # names the policies: the only part of the brain that loads plug-ins
-    "brain": f"plugins index pool tier ledger planner {VOCABULARY}",
+    "brain": f"config plugins index pool tier ledger planner {VOCABULARY}",
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
