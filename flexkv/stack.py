@@ -31,7 +31,6 @@ from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
 
 
-
 @dataclass(frozen=True, slots=True)
 class Stack:
     """The parts of an open manager."""

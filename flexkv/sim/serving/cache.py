@@ -28,8 +28,8 @@ SPILLS_IN_FLIGHT = 2
 
 @dataclass(slots=True)
 class Moved:
-    """What one get or put did: blocks `matched` (get) or taken, by tier they came from, `stored` (put)
-    anew, bytes by edge of its own graph; `refused`: the host had no room for the put.
+    """What one get or put did: blocks `matched` by a get, by the tier they came from; blocks that a
+    put `stored` anew, or that it was `refused`; bytes of its own graph by edge.
     """
 
     matched: int = 0
