@@ -14,6 +14,7 @@ from typing import Any
 
 from flexkv import plugins
 from flexkv.config import FlexKVConfig
+from flexkv.hints import RetainLimits
 from flexkv.index import PrefixIndex
 from flexkv.ledger import Ledger, SpillMode
 from flexkv.model import DISK, HOST, KVSpec
@@ -47,6 +48,7 @@ def build_brain(
     evict_start_threshold: float = 1.0,
     spill: SpillMode = "through",
     max_read_failures: int = 3,
+    retain: RetainLimits | None = None,
     chunk_blocks: int = 1,
     chunks_in_flight: int = 1,
     count_evicted: Callable[[str, int], None] = _uncounted,
@@ -58,6 +60,7 @@ def build_brain(
         policy_of: tier -> name of its eviction policy, an installed plug-in.
         settings: what every policy is opened with.
         tokens_per_block: told to policies that weigh a block by its position.
+        retain: what hints may take.
         count_evicted: told (tier, blocks) whenever something leaves to make room.
 
     Raises:
@@ -78,7 +81,12 @@ def build_brain(
         thresholds = (evict_ratio, evict_start_threshold)
         tiers.append(Tier(name, number, index, SlotPool(slots), *thresholds, counted))
     ledger = Ledger(
-        index, tiers, max_blocks=max_blocks, spill=spill, max_read_failures=max_read_failures
+        index,
+        tiers,
+        max_blocks=max_blocks,
+        spill=spill,
+        max_read_failures=max_read_failures,
+        retain=retain,
     )
     planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
     return Brain(index, ledger, planner)

@@ -9,6 +9,7 @@ to the blocks passed; a misuse by our own code is an AssertionError.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from flexkv.alone import AloneBlocks
 from flexkv.errors import CapacityError, ConfigError
 from flexkv.model import NO_BLOCK, BlockIds, BoolArray, KeyArray, SlotIds
 from flexkv.order import U32, Audience, TierOrder, Watcher, as_blocks, as_keys, done, u32, u64
-from flexkv.protocols import EvictionPolicy, LeafOrder, PolicyContext, Recovered
+from flexkv.protocols import EvictionPolicy, PolicyContext, Recovered
 
 MAX_TIERS = 8
 MAX_BLOCKS = 1 << 30
@@ -211,45 +212,31 @@ class PrefixIndex:
         policy.open(PolicyContext(name, *given, tokens_per_block, self.depths, self.keys))
         self._audiences[tier].policy = policy
 
-    def order(self, tier: int) -> LeafOrder:
+    def order(self, tier: int) -> TierOrder:
         """The ranked leaf order of a tier."""
         return self._orders[tier]
+
+    def audience(self, tier: int) -> Audience:
+        """Who is told of a tier's blocks."""
+        return self._audiences[tier]
 
     def evictable(self, tier: int, blocks: BlockIds) -> BoolArray:
         """Say which blocks could leave the tier now.
 
-        They are READY there, not pinned, have no child READY or LANDING there, and are READY in
-        another tier too or have no child at all.
+        They are READY there, neither pinned nor held, have no child READY or LANDING there, and are
+        READY in another tier too or have no child at all.
         """
         self._check_tier(tier)
-        blocks = as_blocks(blocks)
-        mask = np.empty(len(blocks), np.uint8)
-        target = ffi.from_buffer("uint8_t[]", mask)
-        done(lib.fx_index_evictable(self._index, tier, u32(blocks), len(blocks), target))
-        return mask.view(np.bool_)
+        return self._orders[tier].evictable(blocks)
 
     def victims(self, tier: int, count: int) -> BlockIds:
         """Ask the policy for up to `count` blocks to evict, leaves first; change nothing."""
         self._check_tier(tier)
         count = max(0, min(count, self.resident(tier)))
-        policy = self._audiences[tier].policy
-        if policy is None or getattr(policy, "ranked", False):
-            return self._orders[tier].take(count)
-        chosen, found = np.empty(count, U32), 0
-        try:
-            while found < count:
-                asked = as_blocks(
-                    policy.victims(count - found, lambda blocks: self.evictable(tier, blocks))
-                )
-                rest = chosen[found:]
-                given = (u32(asked), len(asked), len(rest), u32(rest))
-                accepted = done(lib.fx_trial_accept(self._index, tier, *given))
-                if accepted == 0:
-                    break
-                found += accepted
-        finally:
-            lib.fx_trial_end(self._index, tier)
-        return chosen[:found]
+        audience, order = self._audiences[tier], self._orders[tier]
+        if audience.holder is None:
+            return order.ask(audience.policy, count)
+        return audience.holder.victims(count, partial(order.ask, audience.policy))
 
     def evict(self, tier: int, count: int) -> tuple[BlockIds, SlotIds]:
         """Choose victims and drop them: `victims` and `drop` in one step.
@@ -257,14 +244,15 @@ class PrefixIndex:
         `keys` still answers for the returned blocks until the next `insert`.
         """
         self._check_tier(tier)
-        policy = self._audiences[tier].policy
-        if policy is not None and not getattr(policy, "ranked", False):
+        audience = self._audiences[tier]
+        asks = audience.policy is not None and not getattr(audience.policy, "ranked", False)
+        if asks or audience.holder is not None:
             return (blocks := self.victims(tier, count)), self.drop(tier, blocks)
         count = max(0, min(count, self.max_blocks))
         blocks, slots = np.empty(count, U32), np.empty(count, U32)
         taken = lib.fx_index_evict(self._index, tier, count, u32(blocks), u32(slots))
         blocks, slots = (blocks, slots) if taken == count else (blocks[:taken], slots[:taken])
-        self._audiences[tier].left(blocks)
+        audience.left(blocks)
         return blocks, slots
 
     # what an entry is

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from flexkv import groups as grouped
 from flexkv.groups import GroupKeys
+from flexkv.hints import Hints, RetainLimits
 from flexkv.index import PrefixIndex
 from flexkv.model import (
     ABSENT,
@@ -60,8 +61,10 @@ class Ledger:
         max_blocks: int,
         spill: SpillMode = "through",
         max_read_failures: int = 3,
+        retain: RetainLimits | None = None,
     ) -> None:
         self.index = index
+        self.hints = Hints(index, tiers, retain)
         self.host, self.stores = tiers[0], tuple(tiers[1:])
         self.tiers = {tier.name: tier for tier in tiers}
         self.spill: SpillMode = spill if self.stores else "never"
@@ -194,6 +197,7 @@ class Ledger:
         """Empty every tier; slots of stores come back once they are forgotten there. Nothing may be
         pinned or in flight.
         """
+        self.hints.clear()
         self.index.clear()
         self._landing_of[:] = 0
         self._strikes[:] = 0

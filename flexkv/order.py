@@ -1,13 +1,15 @@
 """The ranked leaf order of a tier, who is told of its blocks, and how arrays go in and out of the C
 index.
 
-`TierOrder.rank`, `rank_each`, `ranks`, `take` (see `flexkv.protocols.LeafOrder`) -
-`Audience.came`, `left`, `emptied` (for policy and watcher) - `as_blocks`, `as_keys`, `u32`, `u64`
-(arrays for C) - `done` (what C refused, as an AssertionError: it is a misuse by our own code).
+`TierOrder.rank`, `rank_each`, `ranks`, `take` (see `flexkv.protocols.LeafOrder`), `ask` (a policy
+for victims), `evictable`, `hold` - `Audience.came`, `left`, `emptied` (for policy, holder, watcher)
+- `as_blocks`, `as_keys`, `u32`, `u64` (arrays for C) - `done` (what C refused, as an
+AssertionError: it is a misuse by our own code).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
-from flexkv.model import BlockIds, KeyArray
+from flexkv.model import BlockIds, BoolArray, KeyArray
 from flexkv.protocols import EvictionPolicy
 
 U32 = np.dtype(np.uint32)  # a dtype, not the scalar type: nothing to look up
@@ -91,6 +93,54 @@ class TierOrder:
         taken = lib.fx_order_take(self._index, self._tier, len(blocks), u32(blocks))
         return blocks[:taken]
 
+    def evictable(self, blocks: BlockIds) -> BoolArray:
+        """See `PrefixIndex.evictable`."""
+        blocks = as_blocks(blocks)
+        mask = np.empty(len(blocks), np.uint8)
+        target = ffi.from_buffer("uint8_t[]", mask)
+        done(lib.fx_index_evictable(self._index, self._tier, u32(blocks), len(blocks), target))
+        return mask.view(np.bool_)
+
+    def ask(self, policy: EvictionPolicy | None, count: int) -> BlockIds:
+        """Return up to `count` victims of a policy's choice, leaves first; change nothing."""
+        if policy is None or getattr(policy, "ranked", False):
+            return self.take(count)
+        chosen, found = np.empty(count, U32), 0
+        try:
+            while found < count:
+                asked = as_blocks(policy.victims(count - found, self.evictable))
+                rest = chosen[found:]
+                given = (u32(asked), len(asked), len(rest), u32(rest))
+                accepted = done(lib.fx_trial_accept(self._index, self._tier, *given))
+                if accepted == 0:
+                    break
+                found += accepted
+        finally:
+            lib.fx_trial_end(self._index, self._tier)
+        return chosen[:found]
+
+    def hold(self, blocks: BlockIds, on: bool) -> None:
+        """Keep blocks out of the order, and out of `evictable`, or let them in again."""
+        blocks = as_blocks(blocks)
+        done(lib.fx_index_hold(self._index, self._tier, u32(blocks), len(blocks), on))
+
+
+class Holder(Protocol):
+    """Who holds blocks of a tier back from eviction as long as others can leave."""
+
+    def came(self, blocks: BlockIds) -> None:
+        """Hear that blocks are readable from now on; the policy knows them already."""
+
+    def left(self, blocks: BlockIds) -> None:
+        """Hear that blocks are not readable any more."""
+
+    def cleared(self) -> None:
+        """Hear that nothing is readable any more."""
+
+    def victims(self, count: int, choose: Callable[[int], BlockIds]) -> BlockIds:
+        """What `choose` (the policy) picks, and what is held only when that is not enough."""
+        ...
+
 
 class Watcher(Protocol):
     """Who wants to know what can be read in a tier."""
@@ -106,12 +156,15 @@ class Watcher(Protocol):
 
 
 class Audience:
-    """Who is told what becomes readable in one tier and what leaves it: its policy, a watcher."""
+    """Who is told what becomes readable in one tier and what leaves it: its policy, a holder while
+    there are hints, a watcher.
+    """
 
-    __slots__ = ("policy", "watcher")
+    __slots__ = ("holder", "policy", "watcher")
 
     def __init__(self) -> None:
         self.policy: EvictionPolicy | None = None
+        self.holder: Holder | None = None
         self.watcher: Watcher | None = None
 
     def came(self, blocks: BlockIds, now: float) -> None:
@@ -119,6 +172,8 @@ class Audience:
         if len(blocks):
             if self.policy is not None:
                 self.policy.inserted(blocks, now)
+            if self.holder is not None:
+                self.holder.came(blocks)
             if self.watcher is not None:
                 self.watcher.stored(blocks)
 
@@ -127,6 +182,8 @@ class Audience:
         if len(blocks):
             if self.policy is not None:
                 self.policy.removed(blocks)
+            if self.holder is not None:
+                self.holder.left(blocks)
             if self.watcher is not None:
                 self.watcher.removed(blocks)
 
@@ -134,5 +191,7 @@ class Audience:
         """Tell them that the tier is empty from now on; `blocks` is all that was readable."""
         if self.policy is not None and len(blocks):
             self.policy.removed(blocks)
+        if self.holder is not None:
+            self.holder.cleared()
         if self.watcher is not None:
             self.watcher.cleared()

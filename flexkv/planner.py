@@ -90,6 +90,7 @@ class Planner:
         self, blocks: BlockIds, keys: KeyArray, device_blocks: SlotIds | None, now: float
     ) -> GetPlan:
         """Plan the way of pinned, readable blocks to the device (with None: to the host)."""
+        self.ledger.hints.advance(now)
         self.index.touch(blocks, now)
         count = len(blocks)
         states = self.index.states(self.host.number, blocks)
@@ -207,6 +208,7 @@ class Planner:
             CapacityError: they do not all fit beside what is pinned or in flight; nothing was
             changed.
         """
+        self.ledger.hints.advance(now)
         keys = grouped.joined([group.keys for group in groups])
         blocks = grouped.find(self.index, groups)
         new = blocks == NO_BLOCK

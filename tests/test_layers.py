@@ -15,7 +15,10 @@ import flexkv
 PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
-BRAIN = "keys alone index groups order pool tier ledger spills offers planner layerwise brain"
+BRAIN = (
+    "keys alone index groups order pool tier hints holds ledger spills offers planner layerwise "
+    "brain"
+)
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
     "stack hosting transfer"
@@ -37,13 +40,15 @@ MAY_IMPORT = {
     "index": f"_core alone order protocols {VOCABULARY}",
     "groups": f"index keys {VOCABULARY}",
     "tier": f"index pool {VOCABULARY}",
-    "ledger": f"groups index pool tier protocols {VOCABULARY}",
+    "holds": f"index {VOCABULARY}",
+    "hints": f"groups holds index tier {VOCABULARY}",
+    "ledger": f"groups hints index pool tier protocols {VOCABULARY}",
     "spills": f"index ledger {VOCABULARY}",
     "offers": f"ledger {VOCABULARY}",
     "planner": f"groups index pool tier ledger spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
     # names the policies: the only part of the brain that loads plug-ins
-    "brain": f"config plugins index pool tier ledger planner {VOCABULARY}",
+    "brain": f"config plugins hints index pool tier ledger planner {VOCABULARY}",
     "policies": f"protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",

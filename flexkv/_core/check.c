@@ -11,8 +11,10 @@ static int by_number(const void *a, const void *b) {
 
 static const char *check_entries(const fx_index *index, uint32_t *children) {
   uint32_t alive = 0, listed = 0;
-  uint64_t pins = 0;
+  uint64_t pins = 0, holds = 0;
   for (uint32_t block = 0; block < index->max_blocks; block++) {
+    holds += (uint64_t)__builtin_popcount(index->held[block]);
+    if (index->held[block] && !fx_alive(index, block)) return "a dead entry is held";
     if (!fx_alive(index, block)) continue;
     const fx_node *node = &index->nodes[block];
     alive++;
@@ -29,6 +31,7 @@ static const char *check_entries(const fx_index *index, uint32_t *children) {
   }
   if (alive != index->count) return "the entry count is wrong";
   if (pins != index->pinned) return "the pin count is wrong";
+  if (holds != index->holds) return "the count of holds is wrong";
   if (index->trials) return "a trial is open";
   if (index->loose_count || fx_runs_free(index->runs) != index->max_blocks - alive) return "entries leaked";
   for (uint32_t block = 0; block < index->max_blocks; block++)

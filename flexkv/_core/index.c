@@ -20,6 +20,7 @@ static size_t lay_out(fx_index *index, char *base) {
   index->keys = (fx_key *)(base + carve(&used, n + 1, sizeof(fx_key)));
   index->nodes = (fx_node *)(base + carve(&used, n + 1, sizeof(fx_node)));
   index->masks = (fx_mask *)(base + carve(&used, n + 1, sizeof(fx_mask)));
+  index->held = (uint8_t *)(base + carve(&used, n, sizeof(uint8_t)));
   index->table = (uint64_t *)(base + carve(&used, (size_t)index->table_mask + 1, sizeof(uint64_t)));
   index->trial = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
   for (uint32_t t = 0; t < index->tiers; t++) {
@@ -37,10 +38,12 @@ static void make_empty(fx_index *index) {
   size_t entries = (size_t)index->max_blocks + 1;
   index->count = 0;
   index->pinned = 0;
+  index->holds = 0;
   index->trials = 0;
   index->loose_start = FX_NONE;
   index->loose_count = 0;
   memset(index->masks, 0, entries * sizeof *index->masks);
+  memset(index->held, 0, index->max_blocks);
   for (size_t i = 0; i < entries; i++) index->nodes[i].parent = FX_UNUSED;
   memset(index->table, 0xFF, ((size_t)index->table_mask + 1) * sizeof *index->table);
   for (uint32_t t = 0; t < index->tiers; t++) {
@@ -442,6 +445,21 @@ int fx_index_unpin(fx_index *index, const uint32_t *blocks, uint32_t n) {
     bare |= fx_is_empty(index, blocks[i]);
   }
   if (bare) prune_all(index, blocks, n);
+  return 0;
+}
+
+/* ---- holds ---- */
+
+int fx_index_hold(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, int on) {
+  uint8_t bit = (uint8_t)(1u << tier);
+  for (uint32_t i = 0; i < n; i++)
+    if (blocks[i] >= index->max_blocks || (on && !fx_alive(index, blocks[i]))) return FX_INDEX_NO_BLOCK;
+  for (uint32_t i = 0; i < n; i++) {
+    if (!(index->held[blocks[i]] & bit) == !on) continue;
+    index->held[blocks[i]] ^= bit;
+    index->holds += on ? 1 : ~0ull;
+    if (fx_alive(index, blocks[i])) fx_index_settle(index, blocks[i]);
+  }
   return 0;
 }
 

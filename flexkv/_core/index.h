@@ -78,6 +78,9 @@ int64_t fx_index_stranded(const fx_index *index, uint32_t tier, const uint32_t *
 int fx_index_pin(fx_index *index, const uint32_t *blocks, uint32_t n);
 int fx_index_unpin(fx_index *index, const uint32_t *blocks, uint32_t n); /* prunes what has nothing left */
 
+/* Hold blocks in a tier (on = 1), or no more: nobody evicts what is held. Blocks that have left may be let go. */
+int fx_index_hold(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, int on);
+
 int fx_index_keys(const fx_index *index, const uint32_t *blocks, uint32_t n, uint64_t *keys);
 int fx_index_parents(const fx_index *index, const uint32_t *blocks, uint32_t n, uint32_t *parents);
 int fx_index_depths(const fx_index *index, const uint32_t *blocks, uint32_t n, uint32_t *depths);
@@ -87,7 +90,7 @@ int fx_order_rank(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32
 int fx_order_rank_each(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, const double *values);
 int fx_order_ranks(const fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, double *values);
 
-/* 1 where the block can be evicted now: READY there, not pinned, no child READY or LANDING there, and READY in
+/* 1 where the block can be evicted now: READY there, not pinned, not held, no child READY or LANDING there, and READY in
  * another tier or without any child. */
 int fx_index_evictable(const fx_index *index, uint32_t tier, const uint32_t *blocks, uint32_t n, uint8_t *mask);
 /* Evict up to `count` blocks in order; returns how many. A block stays readable by fx_index_keys until the next

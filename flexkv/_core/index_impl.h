@@ -64,6 +64,8 @@ struct fx_index {
   fx_key *keys;
   fx_node *nodes;
   fx_mask *masks;
+  uint8_t *held;  /* tiers that keep the block as long as they can spare others, as bits */
+  uint64_t holds; /* bits set in `held` */
   uint64_t *table; /* low half of the key << 32 | entry; linear probing */
   uint32_t table_mask;
   fx_runs *runs;
@@ -126,12 +128,13 @@ static inline int fx_is_empty(const fx_index *index, uint32_t block) {
   return fx_is_bare(index, block) && !index->nodes[block].pins;
 }
 
-/* Tiers that could evict the block now, as bits. */
+/* Tiers that could evict the block now, as bits; held ones do not. */
 static inline unsigned fx_evictable(const fx_index *index, uint32_t block) {
   fx_mask mask = index->masks[block];
   const fx_node *node = &index->nodes[block];
   unsigned leaf = mask.ready & ~mask.busy;
   if (!leaf || node->pins) return 0;
+  if (index->holds) leaf &= ~(unsigned)index->held[block];
   int only_here = !(mask.ready & (mask.ready - 1));
   return node->children && only_here ? 0 : leaf;
 }
