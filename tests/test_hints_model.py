@@ -4,6 +4,7 @@ blocks are the right ones, leave last and lightest first, and never lock anythin
 
 from __future__ import annotations
 
+import random
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ paths = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
 priorities = st.sampled_from([None, 0, 1, 50, 100])
 steps = st.sampled_from([None, 0, 1, 2, 7])
 lives_s = st.sampled_from([None, 0.0, 1.0, 3.0, 10.0, 1e9])
-MAX_TTL_S = 20.0
+MAX_TTL_S = 100.0
 
 
 class HintModel:
@@ -59,9 +60,11 @@ class HintMachine(RuleBasedStateMachine):
     policy: ClassVar[str]
 
     @initialize(
-        capacity=st.integers(2, 10), share=st.sampled_from([0.0, 0.3, 0.5, 1.0]), table=lives_s
+        capacity=st.integers(4, 12),
+        share=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+        seed=st.integers(0, 1 << 20),
     )
-    def open(self, capacity: int, share: float, table: Any) -> None:
+    def open(self, capacity: int, share: float, seed: int) -> None:
         self.index = PrefixIndex(64, ["host", "disk"])
         self.pools = [SlotPool(capacity), SlotPool(2 * capacity)]
         self.tiers = []
@@ -72,6 +75,12 @@ class HintMachine(RuleBasedStateMachine):
         self.hints, self.model = Hints(self.index, self.tiers, limits), HintModel()
         self.share, self.now = share, 0.0
         self.pins: dict[int, int] = {}
+        chance = random.Random(seed)
+        for _ in range(40):  # begin in the middle of things
+            path = tuple(chance.randrange(3) for _ in range(chance.randint(1, 5)))
+            self.put(path, chance.randrange(2))
+            if chance.random() < 0.5:
+                self.retain(path, chance.choice([1, 50, 50, 100]), chance.choice([None, 1]), 60.0)
 
     @rule(path=paths, tier=st.integers(0, 1))
     def put(self, path: Path, tier: int) -> None:
