@@ -158,6 +158,31 @@ class Library:
     ) -> None: ...
     def fx_tokens_negative(self, tokens: CData, token_bytes: int, n: int) -> int: ...
 
+    # --- quant.h
+    def fx_quant_bytes(self, part: CData) -> int: ...
+    def fx_quant_encode(
+        self,
+        parts: CData,
+        n_parts: int,
+        source: CData,
+        source_stride: int,
+        target: CData,
+        target_stride: int,
+        n: int,
+        portable: int,
+    ) -> int: ...
+    def fx_quant_decode(
+        self,
+        parts: CData,
+        n_parts: int,
+        source: CData,
+        source_stride: int,
+        target: CData,
+        target_stride: int,
+        n: int,
+        portable: int,
+    ) -> None: ...
+
     # --- runs.h
     def fx_runs_open(self, capacity: int) -> CData: ...
     def fx_runs_close(self, runs: CData) -> None: ...

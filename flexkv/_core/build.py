@@ -19,6 +19,7 @@ HEADERS = (
     "records.h",
     "copy.h",
     "hash.h",
+    "quant.h",
     "runs.h",
     "index.h",
 )

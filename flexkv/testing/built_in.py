@@ -1,4 +1,6 @@
-"""Harnesses of the built-in backends: `CpuHarness`, `DiskHarness`, `RanksHarness` (none)."""
+"""Harnesses of what is built in: `CpuHarness`, `DiskHarness`, `RanksHarness` (none), `QuantHarness`
+(codecs).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from flexkv.backends.disk.format import DATA_NAME
 from flexkv.model import KVSpec
 from flexkv.protocols import DeviceBackend, Services, StorageBackend
 from flexkv.testing.faults import Where, inject
-from flexkv.testing.harness import CREW_QUEUE, Bytes, DeviceHarness, StorageHarness, Unsupported
+from flexkv.testing.harness import (
+    CREW_QUEUE,
+    Bytes,
+    CodecHarness,
+    DeviceHarness,
+    StorageHarness,
+    Unsupported,
+)
 from flexkv.testing.held_crew import full, held
 
 
@@ -91,3 +100,16 @@ class DiskHarness(StorageHarness):
             yield
         finally:
             faults.clear()
+
+
+class QuantHarness(CodecHarness):
+    """`int8` and `int4`: floats only, and as exact as their formulas say."""
+
+    dtypes = ("bfloat16", "float16", "float32")
+
+    def __init__(self, plugin: Any, options: Any = None) -> None:
+        super().__init__(plugin, options)
+        # half a step: of 254 for a range of twice the largest, of 15 with the grid's 4.4 %; and
+        # what a result loses when it is rounded to bfloat16
+        steps = {8: 127, 4: 7.5}[plugin.bits]
+        self.max_error = 0.5 * 2 ** (1 / 16) / steps + 2**-8
