@@ -27,7 +27,7 @@ from flexkv.protocols import Region
 from flexkv.request import Request, device_blocks
 from flexkv.stack import Stack
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import Plan, Transfer, refused
+from flexkv.transfer import Kind, Plan, Transfer, refused
 
 Namespace = Sequence[str] | None
 Groups = Sequence[CacheGroup]
@@ -131,15 +131,16 @@ class KVManager:
         computed_tokens: int = 0,
         leave_tokens: int = 0,
         groups: Groups = WHOLE,
+        kind: Kind = "get",
     ) -> Plan:
-        """Find the longest readable prefix and pin it until the plan is launched, cancelled or too
-        old.
+        """Find the longest readable prefix, pinned until the plan is launched, cancelled or old.
 
         Args:
             computed_tokens: tokens the engine holds already (whole blocks); the plan starts behind
             them.
             leave_tokens: trailing tokens that must stay to be computed (engines need at least 1).
             groups: of a hybrid model: the prefix is what all of them can give.
+            kind: what for; only a "get" counts as a request of the engine.
 
         Returns:
             A Plan; `plan.matched` tokens, from `plan.offset` on, can be loaded.
@@ -154,14 +155,13 @@ class KVManager:
             )
         usable = 0 if self._host.resetting else max(0, len(tokens) - leave_tokens)
         self.telemetry.add("queried_blocks", usable // size)
-        parts = self._keys(tokens[:usable], namespace, groups)
-        return self._host.think(stack.plans.read, parts, computed_tokens // size)
+        parts = self._keys(tokens, namespace, groups, kind, usable)
+        return self._host.think(stack.plans.read, parts, computed_tokens // size, kind)
 
     def put_match(
         self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE, held: Held = None
     ) -> Plan:
-        """Take host slots for the blocks of a prompt that are not there yet; launch the plan to
-        fill them.
+        """Take host slots for blocks of a prompt that are not there yet; launch it to fill them.
 
         `plan.matched` counts all whole-block tokens of the prompt; `launch` wants the slots of all
         of them.
@@ -176,16 +176,26 @@ class KVManager:
         stack = self._stack
         if self._host.resetting:
             raise CapacityError("the cache is being reset; put again when reset() has returned")
-        parts = self._keys(as_tokens(tokens), namespace, groups)
+        parts = self._keys(as_tokens(tokens), namespace, groups, "put")
         plan = self._host.think(stack.plans.take, parts, held, stack.completions.now())
         assert plan.put is not None
         if plan.put.saves is not None:
             self._host.save(plan.put.saves)
         return plan
 
-    def _keys(self, tokens: NDArray[Any], namespace: Namespace, groups: Groups) -> list[GroupKeys]:
-        keyring = self._stack.keyring
-        return split(keyring, keyring.chain(tokens, keyring.root(namespace)), groups)
+    def _keys(
+        self,
+        tokens: NDArray[Any],
+        namespace: Namespace,
+        groups: Groups,
+        kind: str = "",
+        usable: int | None = None,
+    ) -> list[GroupKeys]:
+        stack = self._stack
+        keys = stack.keyring.chain(tokens[:usable], stack.keyring.root(namespace))
+        if kind and (tell := self.telemetry.on_request) is not None:
+            tell(kind, len(tokens), keys, stack.completions.now())
+        return split(stack.keyring, keys, groups)
 
     # transfers
 
@@ -242,11 +252,8 @@ class KVManager:
         return self._launch_or_cancel(plan, slot_mapping)
 
     def prefetch_async(self, tokens: Any, *, namespace: Namespace = None) -> Transfer:
-        """Promote the longest readable prefix into host memory; await it or forget it. Dropped
-        under overload.
-        """
-        plan = self.get_match(tokens, namespace=namespace)
-        plan.kind = "prefetch"
+        """Promote the longest readable prefix to the host; await it or not. Dropped under load."""
+        plan = self.get_match(tokens, namespace=namespace, kind="prefetch")
         stack = self._stack
         try:
             self._host.admit("prefetch")
@@ -303,9 +310,7 @@ class KVManager:
     async def wait(
         self, transfers: Iterable[Transfer], *, timeout_ms: float | None = None
     ) -> list[Transfer]:
-        """Wait until all are done or the time is over; return those that are done, in the order
-        given.
-        """
+        """Wait until all are done or time is over; return those that are done, in their order."""
         return await self._host.wait(list(transfers), timeout_ms)
 
     async def _wait_durable(self, transfer: Transfer) -> None:

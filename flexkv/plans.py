@@ -13,7 +13,7 @@ from flexkv.completion import Completions
 from flexkv.groups import GroupKeys, joined
 from flexkv.planner import Planner
 from flexkv.telemetry import Telemetry, log
-from flexkv.transfer import Plan
+from flexkv.transfer import Kind, Plan
 from flexkv.waiting import Deadlines
 
 
@@ -34,13 +34,13 @@ class Plans:
     def __len__(self) -> int:
         return len(self._open)
 
-    def read(self, groups: Sequence[GroupKeys], first: int) -> Plan:
+    def read(self, groups: Sequence[GroupKeys], first: int, kind: Kind = "get") -> Plan:
         """Plan to read the longest prefix that every group can give, from block `first` on."""
         end, blocks, reach = self._planner.match(groups, first)
         self._telemetry.add("hit_blocks", end)
         keys = [g.keys[end - len(b) : end] for g, b in zip(groups, blocks, strict=True)]
         plan = Plan(
-            "get",
+            kind,
             offset=first * self._size,
             matched=max(0, end - first) * self._size,
             blocks=joined(blocks),

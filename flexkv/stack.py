@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import anyio.to_thread
 
@@ -17,7 +18,7 @@ from flexkv.brain import brain_for
 from flexkv.completion import Completions
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Commit, Engine
-from flexkv.errors import ConfigError
+from flexkv.errors import ConfigError, FlexKVError
 from flexkv.events import EventLog
 from flexkv.index import PrefixIndex
 from flexkv.keys import Keyring
@@ -29,6 +30,7 @@ from flexkv.planner import Planner
 from flexkv.plans import Plans
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
+from flexkv.traces.recording import Recorder, unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,9 @@ async def _open(
     dropped = partial(telemetry.add, "dropped_blocks", work="events")
     events = EventLog(ledger.index, config.event_queue_blocks, dropped)
     closer.callback(events.close)
+    if config.trace_path is not None:
+        recorder = Recorder(telemetry, spec.tokens_per_block)
+        closer.push_async_callback(_save, recorder, config.trace_path)
     return Stack(
         spec,
         Keyring(identity, config.secret_bytes()),
@@ -174,6 +179,18 @@ async def _open(
         events,
         closer,
     )
+
+
+async def _save(recorder: Recorder, path: Path) -> None:
+    """Write what was recorded beside what is there, off the loop."""
+    recorder.stop()
+    try:
+        target = unused(path)
+        await anyio.to_thread.run_sync(recorder.save, target)
+    except FlexKVError as error:
+        log.warning("trace.lost", requests=len(recorder), error=str(error))
+    else:
+        log.info("trace.saved", path=str(target), requests=len(recorder), lost=recorder.lost)
 
 
 async def _open_memory(

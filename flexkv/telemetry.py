@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import structlog
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
@@ -153,6 +155,8 @@ class Telemetry:
         self.histograms: dict[Key, Histogram] = {}
         self.readers: dict[Key, Callable[[], float]] = {}
         self.watchers: weakref.WeakSet[Collector] = weakref.WeakSet()
+        # told of every get and put: kind, tokens, keys of the whole blocks, time in seconds
+        self.on_request: Callable[[str, int, NDArray[np.uint64], float], None] | None = None
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Count up by `amount` (>= 0; 0 makes the series appear)."""

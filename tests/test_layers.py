@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "transfer": f"completion planner protocols waiting {VOCABULARY}",
     "plans": f"completion groups planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
-    "stack": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
+    "stack": f"config traces plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "manager": f"_core config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "threads": "",

@@ -150,6 +150,26 @@ def generate(
         written(make(kind, requests, seed=seed, settings=chosen), out, "flexkv", True, as_json)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def record(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; .gz packs it.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run.")],
+    as_json: Json = False,
+) -> None:
+    """Run a command and record what KV managers are asked for in it: lengths and block numbers.
+
+    It sets FLEXKV_TRACE_PATH; every manager writes its trace when it closes (the second one to
+    OUT-2, and so on). Exit code: that of the command.
+
+    Example: [bold]flexkv trace record serving.jsonl.gz -- python serve.py[/bold]
+    """
+    from flexkv.cli.trace_record import record as run
+
+    with showing():
+        code = run(out, command, as_json)
+    raise typer.Exit(code)
+
+
 def _pair(text: str) -> tuple[str, str]:
     name, is_pair, value = text.partition("=")
     if not is_pair:
