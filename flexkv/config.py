@@ -212,9 +212,7 @@ class FlexKVConfig(BaseSettings):
         0, ge=0, le=64, description="copy threads; 0 = one per core, at most 4"
     )
     crew_queue: int = Field(4096, ge=1, description="pieces of work waiting for copy threads")
-    trace_path: Path | None = Field(
-        None, description="file that the requests are recorded in, block numbers and lengths only"
-    )
+    trace_path: Path | None = Field(None, description="file that requests are recorded in")
     event_queue_blocks: int = Field(
         2**20, ge=1, description="blocks of events not taken by a listener; then it starts anew"
     )

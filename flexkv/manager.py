@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from numpy.typing import NDArray
-
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
 from flexkv.events import EventStream
@@ -184,15 +182,10 @@ class KVManager:
         return plan
 
     def _keys(
-        self,
-        tokens: NDArray[Any],
-        namespace: Namespace,
-        groups: Groups,
-        kind: str = "",
-        usable: int | None = None,
+        self, tokens: Any, namespace: Namespace, groups: Groups, kind: str = "", end: Any = None
     ) -> list[GroupKeys]:
         stack = self._stack
-        keys = stack.keyring.chain(tokens[:usable], stack.keyring.root(namespace))
+        keys = stack.keyring.chain(tokens[:end], stack.keyring.root(namespace))
         if kind and (tell := self.telemetry.on_request) is not None:
             tell(kind, len(tokens), keys, stack.completions.now())
         return split(stack.keyring, keys, groups)
