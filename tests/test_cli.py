@@ -53,6 +53,7 @@ def run(*words: str, code: int = 0) -> str:
         ["bench", "disk"],
         ["bench", "e2e"],
         ["demo"],
+        ["sim", "policy-compare"],
         ["disk", "inspect"],
         ["disk", "verify"],
     ],

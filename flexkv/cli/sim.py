@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typer
 
+from flexkv.cli.sim_policies import policy_compare
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -17,3 +19,6 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Simulate a cache over a request trace, with the index, planner and policies that serve."""
+
+
+app.command("policy-compare")(policy_compare)

@@ -45,13 +45,16 @@ class SIEVE:
     def victims(self, count: int, evictable: Callable[[BlockIds], BoolArray]) -> BlockIds:
         """Move the hand past marked blocks until it has seen `count` without a mark."""
         while True:
-            chosen = self.order.take(count)
-            if len(chosen):
-                self.lap = max(self.lap, float(self.order.ranks(chosen[-1:])[0]))
+            ahead = self.order.take(count + 1)
+            chosen, later = ahead[:count], ahead[count:]
             marked = self.marks[chosen]
             if not marked.any():
-                return chosen
+                break
             for number in np.flatnonzero(marked):  # one by one: their order is that of the hand
                 passed = chosen[number : number + 1]
                 self.order.rank(passed, float(self.order.ranks(passed)[0]) + 1.0)
             self.marks[chosen] = False
+        if len(chosen):  # at the newest block, the lap is over: who comes now waits for the next
+            stop = later if len(later) else chosen[-1:]
+            self.lap = max(self.lap, float(self.order.ranks(stop)[0]))
+        return chosen

@@ -29,7 +29,7 @@ class Columns:
     ids: NDArray[np.int64]
     ends: NDArray[np.int64]
     keys: KeyArray
-    input_tokens: int
+    input_tokens: NDArray[np.int64]
     distinct: int
 
     @property
@@ -73,6 +73,6 @@ def columns(trace: Trace) -> Columns:
         ids,
         ends,
         block_keys(known),
-        sum(request.input_tokens for request in requests),
+        np.array([request.input_tokens for request in requests], np.int64),
         trace.distinct,
     )

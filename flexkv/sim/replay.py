@@ -77,10 +77,11 @@ def _put(brain: Brain, keys: NDArray[np.uint64], now: float) -> int:
     """Put a path whose bytes land at once; returns how many blocks were new."""
     planner, ledger = brain.planner, brain.ledger
     plan = planner.plan_put([GroupKeys(keys)], now)
-    device = np.arange(len(plan.blocks), dtype=np.uint32)  # any: nothing is there to be copied
-    graph = planner.launch_put(plan, device)
-    for op in graph.ops:
-        ledger.commit(graph, op, op.positions, np.zeros(len(op), np.uint8), now)
+    if len(plan.positions):
+        device = np.arange(len(plan.blocks), dtype=np.uint32)  # any: nothing is there to be copied
+        graph = planner.launch_put(plan, device)
+        for op in graph.ops:
+            ledger.commit(graph, op, op.positions, np.zeros(len(op), np.uint8), now)
     planner.release(plan.blocks)
     return len(plan.positions)
 
