@@ -88,7 +88,7 @@ OUTSIDE = {
     "hosting transfer backends codecs ranks integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
-    "redis": "",
+    "redis": "backends testing",
     "structlog": "telemetry",
     "prometheus_client": "telemetry integration",
     "typer": "cli",

@@ -1,0 +1,142 @@
+"""Servers for the harnesses of remote stores: `RedisHarness`, with a redis-server of its own."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+
+from flexkv.backends.remote.heads import HEAD
+from flexkv.model import KVSpec
+from flexkv.protocols import Services, StorageBackend
+from flexkv.testing.harness import Bytes, StorageHarness, Unsupported
+
+_START_S = 10.0
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RedisServer:
+    """A redis-server on 127.0.0.1, without persistence. `stop` ends it; so does our own end.
+
+    Raises:
+        Unsupported: there is no redis-server here.
+    """
+
+    def __init__(self, *options: str, port: int = 0) -> None:
+        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        if program is None:
+            raise Unsupported("install redis-server (or valkey-server) to verify the redis store")
+        self.port = port or free_port()
+        self.folder = tempfile.mkdtemp(prefix="flexkv-redis-")
+        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--dir", self.folder, "--daemonize", "no", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        atexit.register(self.stop)
+        self._await()
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def _await(self) -> None:
+        until = time.monotonic() + _START_S
+        while time.monotonic() < until and self.process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.01)
+        raise RuntimeError(f"redis-server does not answer on port {self.port}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep it from running: connections stay, nothing is answered."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it with SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it and remove what it left. Twice is fine."""
+        if self.process.poll() is None:
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RedisHarness(StorageHarness):
+    """The `redis` store, with a server that all tests of a process share.
+
+    Option `url`: a server that runs already.
+    """
+
+    persistent = False  # blocks are found by their keys, not by opening
+    exclusive = False
+    _server: RedisServer | None = None
+
+    def __init__(self, plugin: Any, options: Any = None) -> None:
+        options = dict(options or {})
+        if "url" not in options:
+            if RedisHarness._server is None:
+                RedisHarness._server = RedisServer()
+            options["url"] = RedisHarness._server.url
+        super().__init__(plugin, options)
+
+    def settings(self, place: Path) -> dict[str, Any]:
+        """Each folder is a cache of its own on the server."""
+        return {"prefix": _prefix(place)} | self.options
+
+    def read_back(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec) -> Bytes:
+        """Ask with redis-py."""
+        with redis.Redis.from_url(self.options["url"]) as client:
+            value = client.get(self._name(client, place, key))
+        assert isinstance(value, bytes)
+        return np.frombuffer(value, np.uint8)[HEAD.itemsize :]
+
+    def write_raw(
+        self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec, data: Bytes
+    ) -> None:
+        """Overwrite with redis-py, behind the head."""
+        with redis.Redis.from_url(self.options["url"]) as client:
+            client.setrange(self._name(client, place, key), HEAD.itemsize, data.tobytes())
+
+    def _name(self, client: Any, place: Path, key: NDArray[np.uint64]) -> bytes:
+        ending = key.tobytes().hex()
+        (name,) = client.keys(f"{_prefix(place)}:*:{ending}")
+        found: bytes = name
+        return found
+
+    def hold(self, backend: StorageBackend, services: Services) -> AbstractContextManager[None]:
+        """Stop the server's process."""
+        if self._server is None:
+            raise Unsupported("a server that we did not start is not stopped")
+        return self._server.paused()
+
+
+def _prefix(place: Path) -> str:
+    return "kit-" + hashlib.blake2b(str(place).encode(), digest_size=8).hexdigest()
