@@ -16,11 +16,11 @@ check_python() {
   }
 }
 
-# A compiler, liburing and xxhash; fio is the peer of `flexkv bench disk`.
+# A compiler, liburing and xxhash; fio is the peer of `flexkv bench disk`, redis-server what tests of the remote tier start.
 install_system_packages() {
   command -v dpkg-query >/dev/null || return 0
   local missing=() package
-  for package in build-essential liburing-dev libxxhash-dev fio; do
+  for package in build-essential liburing-dev libxxhash-dev fio redis-server; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
   done
   ((${#missing[@]})) || return 0

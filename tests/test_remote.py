@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,11 +17,15 @@ from typing import Any
 
 import anyio
 import numpy as np
+import obstore
 import pytest
 import redis
+from obstore.store import from_url
 
 from flexkv.backends.remote.breaker import Breaker
+from flexkv.backends.remote.objects import ObjectStore, sweep
 from flexkv.backends.remote.redis import RedisStore
+from flexkv.backends.remote.store import RemoteStore
 from flexkv.completion import Completions
 from flexkv.errors import ConfigError
 from flexkv.memory import Arena
@@ -23,7 +33,7 @@ from flexkv.model import DAMAGED, FAILED, LANDED, MISSING, Identity, KVSpec
 from flexkv.protocols import BlockIO, Services
 from flexkv.testing import StorageBackendTests
 from flexkv.testing.harness import StorageHarness, Unsupported
-from flexkv.testing.remote import RedisHarness, RedisServer, free_port
+from flexkv.testing.remote import ObjectHarness, RedisHarness, RedisServer, free_port
 
 SPEC = KVSpec.uniform(2, 2, 64, tokens_per_block=16)
 BLOCKS = 8
@@ -46,7 +56,7 @@ def server() -> Iterator[RedisServer]:
 
 
 class Opened:
-    def __init__(self, store: RedisStore, services: Services) -> None:
+    def __init__(self, store: RemoteStore, services: Services) -> None:
         self.store, self.arena, self.services = store, services.arena, services
 
     def batch(self, numbers: list[int]) -> BlockIO:
@@ -71,12 +81,14 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened(url: str, **settings: Any) -> AsyncIterator[Opened]:
+async def opened(
+    url: str, kind: type[RemoteStore] = RedisStore, **settings: Any
+) -> AsyncIterator[Opened]:
     completions = Completions(crew_threads=1)
     arena = Arena(BLOCKS, SPEC.stride_bytes, huge_pages=False)
     chosen = {"url": url, "timeout_ms": 300, "retry_ms": 50} | settings
     services = Services(completions, arena, Identity("remote-test", "", SPEC), chosen)
-    store = RedisStore()
+    store = kind()
     await store.open(services)
     try:
         yield Opened(store, services)
@@ -287,3 +299,96 @@ def test_an_open_breaker_lets_one_attempt_through_for_each_period_which_doubles(
     assert attempts == [1.0, 3.0, 7.0, 11.0, 15.0, 19.0]
     assert breaker.succeeded()
     assert breaker.admits(19.1)
+
+
+# --- objects
+
+
+class TestObjects(StorageBackendTests):
+    @pytest.fixture
+    def harness(self) -> StorageHarness:
+        return ObjectHarness(ObjectStore)
+
+
+def test_a_sweep_counts_what_is_there_and_removes_the_oldest(tmp_path: Path) -> None:
+    store = from_url(tmp_path.as_uri())
+    for number in range(10):
+        obstore.put(store, f"flexkv/ours/{number}", bytes(100))
+        os.utime(tmp_path / f"flexkv/ours/{number}", (1000 + number, 1000 + number))
+    obstore.put(store, "elsewhere/1", bytes(1000))
+    assert sweep(store, "flexkv", 550) == 5
+    left = sorted(path.name for path in (tmp_path / "flexkv").rglob("*") if path.is_file())
+    assert left == ["5", "6", "7", "8", "9"]
+    assert (tmp_path / "elsewhere/1").exists()
+    assert sweep(store, "flexkv", 550) == 0
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+async def test_objects_of_all_caches_stay_below_the_cap(tmp_path: Path) -> None:
+    cap = 20 * SIZE
+    options = {"size_cap_bytes": cap, "connections": 2}
+    for cache in range(3):
+        async with opened(tmp_path.as_uri(), ObjectStore, **options) as node:
+            for turn in range(3):
+                first = 100 * cache + 8 * turn
+                numbers = [number % 255 for number in range(first, first + 8)]
+                assert await node.write(numbers) == [LANDED] * BLOCKS
+    assert 0 < size_of(tmp_path) <= cap + cap // 10
+
+
+async def test_a_service_that_is_not_there_costs_misses(tmp_path: Path) -> None:
+    options = {"endpoint": f"http://127.0.0.1:{free_port()}", "region": "x"}
+    options |= {"access_key_id": "id", "secret_access_key": "open sesame"}
+    async with opened("s3://bucket/path", ObjectStore, options=options) as node:
+        assert "sesame" not in repr(node.store.settings)
+        with anyio.fail_after(10):
+            assert await node.read(NUMBERS) == [FAILED] * BLOCKS
+
+
+@pytest.mark.parametrize("url", ["s4://bucket", "redis://127.0.0.1", "not a url"])
+async def test_urls_of_other_services_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="url"):
+        async with opened(url, ObjectStore):
+            pass
+
+
+async def test_an_option_that_the_service_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="colour"):
+        async with opened("s3://bucket", ObjectStore, options={"colour": "red"}):
+            pass
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[dict[str, Any]]:
+    """A bucket of a local S3 server."""
+    port = free_port()
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            try:
+                ask = urllib.request.Request(f"{url}/flexkv-test", method="PUT")
+                urllib.request.urlopen(ask, timeout=5).close()
+                break
+            except urllib.error.URLError:
+                assert server.poll() is None, "the S3 server ended"
+                time.sleep(0.1)
+        keys = {"access_key_id": "id", "secret_access_key": "secret", "region": "us-east-1"}
+        yield {"endpoint": url, **keys}
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def test_blocks_in_s3_come_back(bucket: dict[str, Any]) -> None:
+    options = {"options": bucket, "timeout_ms": 5000}
+    async with opened("s3://flexkv-test/caches", ObjectStore, **options) as node:
+        assert await node.read([1, 2]) == [MISSING] * 2
+        assert await node.write(NUMBERS) == [LANDED] * BLOCKS
+        assert await node.read(NUMBERS) == [LANDED] * BLOCKS
+        assert (await node.store.discard(node.batch([0, 99]))).tolist() == [LANDED, MISSING]
+        assert await node.read([0, 1]) == [MISSING, LANDED]

@@ -194,6 +194,8 @@ class StorageHarness(Harness):
     """Whether blocks are found again by `open` after `aclose`."""
     exclusive: bool = True
     """Whether a store that is open cannot be opened a second time."""
+    pool_threads: int = 0
+    """Threads that a library of the store keeps when the store is closed, for the next one."""
 
     def make(self) -> StorageBackend:
         """Make the backend, not open."""

@@ -1,4 +1,6 @@
-"""Servers for the harnesses of remote stores: `RedisHarness`, with a redis-server of its own."""
+"""Harnesses of remote stores: `RedisHarness`, with a redis-server of its own, and `ObjectHarness`,
+in a folder.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +138,34 @@ class RedisHarness(StorageHarness):
         if self._server is None:
             raise Unsupported("a server that we did not start is not stopped")
         return self._server.paused()
+
+
+class ObjectHarness(StorageHarness):
+    """The `objects` store in a folder of the test, as on a file system that machines share."""
+
+    persistent = False  # blocks are found by their keys, not by opening
+    exclusive = False
+    pool_threads = 32  # of obstore's runtime
+
+    def settings(self, place: Path) -> dict[str, Any]:
+        """Use `place`."""
+        return {"url": place.as_uri()} | self.options
+
+    def read_back(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec) -> Bytes:
+        """Read the file."""
+        return np.fromfile(self._file(place, key), np.uint8)[HEAD.itemsize :]
+
+    def write_raw(
+        self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec, data: Bytes
+    ) -> None:
+        """Overwrite the file behind its head."""
+        with self._file(place, key).open("r+b") as file:
+            file.seek(HEAD.itemsize)
+            file.write(data.tobytes())
+
+    def _file(self, place: Path, key: NDArray[np.uint64]) -> Path:
+        (path,) = place.rglob(key.tobytes().hex())
+        return path
 
 
 def _prefix(place: Path) -> str:

@@ -40,7 +40,8 @@ class RemoteSettings:
                 f"remote store: unknown setting {', '.join(unknown)}; known: {', '.join(known)}"
             )
         for name, option in known.items():
-            if option.default is MISSING and name not in settings:
+            required = option.default is MISSING and option.default_factory is MISSING
+            if required and name not in settings:
                 raise ConfigError(f"remote store: {name} is missing")
         made = cls(**settings)
         made.check()
