@@ -211,7 +211,8 @@ class Discarder:
 
     async def _discard(self, discard: Discard) -> None:
         store = self._stores[discard.tier.name]
-        batch = BlockIO(discard.slots, discard.slots, discard.keys)
+        slots = discard.slots if len(discard.slots) else np.zeros(len(discard.keys), np.uint32)
+        batch = BlockIO(slots, slots, discard.keys)
         try:
             failed = as_statuses(await store.discard(batch), len(batch)) == FAILED
         except Exception as error:

@@ -7,7 +7,7 @@ equal. Synchronous and deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ def build_brain(
     chunk_blocks: int = 1,
     chunks_in_flight: int = 1,
     count_evicted: Callable[[str, int], None] = _uncounted,
+    keyed: Collection[str] = (),
 ) -> Brain:
     """Build an empty brain.
 
@@ -62,6 +63,8 @@ def build_brain(
         tokens_per_block: told to policies that weigh a block by its position.
         retain: what hints may take.
         count_evicted: told (tier, blocks) whenever something leaves to make room.
+
+        keyed: tiers whose store is addressed by key.
 
     Raises:
         PluginError: a policy is unknown or broken.
@@ -87,6 +90,7 @@ def build_brain(
         spill=spill,
         max_read_failures=max_read_failures,
         retain=retain,
+        keyed=keyed,
     )
     planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
     return Brain(index, ledger, planner)

@@ -4,18 +4,19 @@
 file) - `identity`, `host_slots`, `disk_slots`, `chunk_blocks`, `staging_slots` (what follows from
 them for a KVSpec) - `policy_of`, `policy_settings`, `backend_settings` (what plug-ins are opened
 with). Upstream's names are accepted too, see compat.py.
+`FlexKVConfig` (the settings) - `FlexKVConfig.load` (from a
+file) - `identity`, `host_slots`, `disk_slots` (what follows from them for a KVSpec) - `policy_of`,
+`policy_settings`, `backend_settings` (what plug-ins are opened with). Upstream's names are accepted
+too, see compat.py.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     BeforeValidator,
     Field,
@@ -26,84 +27,17 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from flexkv.compat import parse_size, to_dirs, to_mapping, to_spec, translate
+from flexkv.compat import parse_size, to_dirs, to_mapping, to_spec
 from flexkv.errors import ConfigError
 from flexkv.model import Identity, KVSpec
+from flexkv.sources import ConfigWarning, Source, environment, explain, read_file, warn
 
-PREFIX = "FLEXKV_"
-_MACHINERY = {"flexkv", "pydantic", "pydantic_settings"}
-
-
-class ConfigWarning(UserWarning):
-    """A setting was accepted but does nothing here; the message says why."""
-
+__all__ = ["ConfigWarning", "FlexKVConfig"]
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Spec = Annotated[KVSpec | None, PlainValidator(to_spec)]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(to_dirs)]
 Options = Annotated[dict[str, Any], BeforeValidator(to_mapping)]
-
-
-def _warn(message: str) -> None:
-    """Warn at the line that asked for the configuration, however deep the machinery above it is."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in _MACHINERY:
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, ConfigWarning, stacklevel=depth + 1)
-
-
-class _Source(PydanticBaseSettingsSource):
-    """One source of settings, already translated to our names."""
-
-    def __init__(
-        self, settings_cls: type[BaseSettings], given: Mapping[str, Any], origin: str
-    ) -> None:
-        super().__init__(settings_cls)
-        self.values, dead = translate(given, settings_cls.model_fields.keys(), origin)
-        for name, reason in dead.items():
-            _warn(f"{origin}: {name!r} has no effect: {reason}")
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        return self.values.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return self.values
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name.removeprefix(PREFIX).lower(): value
-        for name, value in os.environ.items()
-        if name.startswith(PREFIX) and value != ""
-    }
-
-
-def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(str(path)).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is neither YAML nor JSON: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ConfigError(
-            f"{path} must hold one mapping of settings, such as 'host_cache_bytes: 32GiB'"
-        )
-    return content
-
-
-def _explain(error: ValidationError) -> str:
-    """One line per wrong setting: which, its value, what is expected."""
-    lines = []
-    for item in error.errors(include_url=False):
-        message = item["msg"].removeprefix("Value error, ")
-        where = ".".join(str(part) for part in item["loc"])
-        got = repr(item["input"])
-        shown = where and item["loc"][0] != "key_secret" and got not in message
-        lines.append((f"{where}: " if where else "") + message + (f" (got {got})" if shown else ""))
-    return "; ".join(lines)
 
 
 class FlexKVConfig(BaseSettings):
@@ -164,10 +98,18 @@ class FlexKVConfig(BaseSettings):
         4096, ge=1, description="blocks waiting to be spilled; more are dropped"
     )
 
+    # Remote tier
+    remote_backend: str = Field("", description="plug-in of the remote tier: redis, objects; none")
+    remote_cache_bytes: Size = Field(
+        0, ge=0, description="bytes of blocks of ours that the remote tier holds at most"
+    )
+    remote_options: Options = Field({}, description="options of the remote plug-in, such as url")
+
     # Eviction
     eviction_policy: str = Field("lru", description="policy of every tier")
     host_policy: str | None = Field(None, description="policy of the host tier, if another")
     disk_policy: str | None = Field(None, description="policy of the disk tier, if another")
+    remote_policy: str | None = Field(None, description="policy of the remote tier, if another")
     evict_ratio: float = Field(0.0, ge=0, le=1, description="least share of a tier evicted at once")
     evict_start_threshold: float = Field(
         1.0, gt=0, le=1, description="share of a tier in use from which eviction starts"
@@ -224,9 +166,9 @@ class FlexKVConfig(BaseSettings):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from error
+            raise ConfigError(explain(error)) from error
         if self.enable_gds:
-            _warn("enable_gds: GPU-direct storage is not in this build; blocks go through the host")
+            warn("enable_gds: GPU-direct storage is not in this build; blocks go through the host")
 
     @classmethod
     def settings_customise_sources(
@@ -238,11 +180,11 @@ class FlexKVConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Put our three sources in the place of pydantic's."""
-        keywords = _Source(settings_cls, init_settings(), "keyword")
-        environment = _Source(settings_cls, _environment(), "environment")
-        path = keywords.values.get("config_path") or environment.values.get("config_path")
-        file = _Source(settings_cls, _read_file(path), str(path)) if path else None
-        return (keywords, file, environment) if file else (keywords, environment)
+        keywords = Source(settings_cls, init_settings(), "keyword")
+        variables = Source(settings_cls, environment(), "environment")
+        path = keywords.values.get("config_path") or variables.values.get("config_path")
+        file = Source(settings_cls, read_file(path), str(path)) if path else None
+        return (keywords, file, variables) if file else (keywords, variables)
 
     @model_validator(mode="before")
     @classmethod
@@ -266,6 +208,8 @@ class FlexKVConfig(BaseSettings):
     def _limits_fit(self) -> Self:
         if len(set(self.disk_dirs)) != len(self.disk_dirs):
             raise ValueError("disk_dirs names a directory twice")
+        if bool(self.remote_backend) != bool(self.remote_cache_bytes):
+            raise ValueError("set both remote_backend and remote_cache_bytes, or none of them")
         return self
 
     @classmethod
@@ -282,9 +226,10 @@ class FlexKVConfig(BaseSettings):
         """
         if self.spec is not None and self.spec != spec:
             raise ConfigError(f"the configuration says {self.spec}, but the device holds {spec}")
-        if self.disk_cache_bytes and not self.model:
+        if (self.disk_cache_bytes or self.remote_cache_bytes) and not self.model:
             raise ConfigError(
-                "set model (and revision): the disk tier outlives the process and must know them"
+                "set model (and revision): what outlives the process, as the disk tier and the "
+                "remote tier do, must know them"
             )
         return Identity(self.model, self.revision, spec, self.rank, key_hash=self.key_hash)
 
@@ -292,13 +237,22 @@ class FlexKVConfig(BaseSettings):
         """Return how many blocks fit into the host tier; ConfigError if none does."""
         return self._slots("host_cache_bytes", self.host_cache_bytes, spec)
 
-    def disk_slots(self, spec: KVSpec) -> int:
-        """Return how many blocks fit into the disk tier (0: no tier); ConfigError if too small."""
-        return (
-            self._slots("disk_cache_bytes", self.disk_cache_bytes, spec)
-            if self.disk_cache_bytes
-            else 0
-        )
+    def store_slots(self, spec: KVSpec) -> dict[str, int]:
+        """Return how many blocks fit into each tier below the host, from near to far.
+
+        Raises:
+            ConfigError: one of them is too small.
+        """
+        sizes = {"disk": self.disk_cache_bytes, "remote": self.remote_cache_bytes}
+        return {
+            tier: self._slots(f"{tier}_cache_bytes", size, spec)
+            for tier, size in sizes.items()
+            if size
+        }
+
+    def store_plugin(self, tier: str) -> str:
+        """Return the name of the plug-in of a tier below the host."""
+        return {"disk": self.disk_backend, "remote": self.remote_backend}[tier]
 
     def chunk_blocks(self, spec: KVSpec) -> int:
         """Return how many blocks move as one piece of a long transfer."""
@@ -318,9 +272,8 @@ class FlexKVConfig(BaseSettings):
 
     def policy_of(self, tier: str) -> str:
         """Return the name of the eviction policy of a tier."""
-        return {"host": self.host_policy, "disk": self.disk_policy}.get(
-            tier
-        ) or self.eviction_policy
+        own = {"host": self.host_policy, "disk": self.disk_policy, "remote": self.remote_policy}
+        return own.get(tier) or self.eviction_policy
 
     def policy_settings(self) -> dict[str, Any]:
         """Return what policies are opened with."""
@@ -330,10 +283,12 @@ class FlexKVConfig(BaseSettings):
             **self.policy_options,
         }
 
-    def backend_settings(self, place: Literal["device", "disk"]) -> dict[str, Any]:
-        """Return what the device or the disk plug-in is opened with."""
+    def backend_settings(self, place: str) -> dict[str, Any]:
+        """Return what the plug-in of the device, or of a tier below the host, is opened with."""
         if place == "device":
             return {"inline_bytes": self.inline_copy_bytes, **self.device_options}
+        if place == "remote":
+            return self.remote_options
         return {
             "directories": self.disk_dirs,
             "engine": self.disk_engine,

@@ -8,7 +8,8 @@ Synchronous and deterministic: `now` is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -43,7 +44,9 @@ SpillMode = Literal["through", "on_evict", "never"]
 
 
 class Discard(NamedTuple):
-    """Slots of a store to forget, with the keys they held (zeros where nobody knows)."""
+    """Slots of a store to forget, with the keys they held (zeros where nobody knows). Without
+    slots: keys alone, whose slots are in use again.
+    """
 
     tier: Tier
     slots: SlotIds
@@ -62,6 +65,7 @@ class Ledger:
         spill: SpillMode = "through",
         max_read_failures: int = 3,
         retain: RetainLimits | None = None,
+        keyed: Collection[str] = (),
     ) -> None:
         self.index = index
         self.hints = Hints(index, tiers, retain)
@@ -71,6 +75,9 @@ class Ledger:
         self.max_blocks = max_blocks
         self.max_read_failures = max_read_failures
         self.discards: list[Discard] = []
+        for tier in self.stores:
+            if tier.name in keyed:
+                tier.forget = partial(self._forget, tier)
         self.spills: list[tuple[BlockIds, KeyArray]] = []
         self.offers = np.zeros(max_blocks, np.int32)  # kept by whoever spills: of each block
         self._landing_of = np.zeros(max_blocks, np.int64)
@@ -79,6 +86,9 @@ class Ledger:
         # host slots whose old content is being saved, and those of them that nobody holds any more
         self._saving = np.zeros(self.host.capacity, np.bool_)
         self._free_when_saved = np.zeros(self.host.capacity, np.bool_)
+
+    def _forget(self, tier: Tier, keys: KeyArray) -> None:
+        self.discards.append(Discard(tier, np.empty(0, np.uint32), keys))
 
     def open_landing(self, blocks: BlockIds) -> int:
         """Number a landing of `blocks` in the host that other graphs may join until it is

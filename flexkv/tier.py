@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flexkv.index import PrefixIndex
-from flexkv.model import BlockIds, SlotIds
+from flexkv.model import BlockIds, KeyArray, SlotIds
 from flexkv.pool import SlotPool
 
 _NOTHING: BlockIds = np.empty(0, np.uint32)
@@ -28,7 +28,8 @@ class Tier:
 
     `evict_start_threshold` is the used share of the capacity at which eviction runs ahead of need,
     `evict_ratio` the share of the capacity that leaves at least whenever something leaves (both as
-    upstream defines them).
+    upstream defines them). A store addressed by key must be told to `forget` what leaves: to write
+    to the slot again does not.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Tier:
     evict_ratio: float = 0.0
     evict_start_threshold: float = 1.0
     count_evicted: Callable[[int], None] = _ignore
+    forget: Callable[[KeyArray], None] | None = None
     evicted_blocks: int = field(default=0)
 
     @property
@@ -101,6 +103,8 @@ class Tier:
         """Make victims leave, counted; returns their slots, which are the caller's now."""
         self.evicted_blocks += len(victims)
         self.count_evicted(len(victims))
+        if self.forget is not None:
+            self.forget(self.index.keys(victims))
         return self.index.drop(self.number, victims)
 
     def give(self, slots: SlotIds) -> None:

@@ -236,12 +236,12 @@ def test_spec_from_mapping_text_and_upstream_names(monkeypatch: pytest.MonkeyPat
 def test_slots_follow_from_sizes() -> None:
     config = FlexKVConfig(host_cache_bytes=10 * SPEC.stride_bytes + 1, disk_cache_bytes="1MiB")
     assert config.host_slots(SPEC) == 10
-    assert config.disk_slots(SPEC) == 2**20 // SPEC.stride_bytes
-    assert FlexKVConfig().disk_slots(SPEC) == 0
+    assert config.store_slots(SPEC) == {"disk": 2**20 // SPEC.stride_bytes}
+    assert FlexKVConfig().store_slots(SPEC) == {}
     with pytest.raises(ConfigError, match="one block takes"):
         FlexKVConfig(host_cache_bytes=SPEC.stride_bytes - 1).host_slots(SPEC)
     with pytest.raises(ConfigError, match="disk_cache_bytes"):
-        FlexKVConfig(disk_cache_bytes=1).disk_slots(SPEC)
+        FlexKVConfig(disk_cache_bytes=1).store_slots(SPEC)
 
 
 def test_identity_tells_caches_apart() -> None:
