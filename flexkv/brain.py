@@ -17,7 +17,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.hints import RetainLimits
 from flexkv.index import PrefixIndex
 from flexkv.ledger import Ledger, SpillMode
-from flexkv.model import DISK, HOST, KVSpec
+from flexkv.model import HOST, KVSpec
 from flexkv.planner import Planner
 from flexkv.pool import SlotPool
 from flexkv.tier import Tier
@@ -63,7 +63,6 @@ def build_brain(
         tokens_per_block: told to policies that weigh a block by its position.
         retain: what hints may take.
         count_evicted: told (tier, blocks) whenever something leaves to make room.
-
         keyed: tiers whose store is addressed by key.
 
     Raises:
@@ -100,12 +99,11 @@ def brain_for(
     config: FlexKVConfig,
     spec: KVSpec,
     count_evicted: Callable[[str, int], None] = _uncounted,
+    keyed: Collection[str] = (),
 ) -> Brain:
     """Build the brain that a manager with this configuration has; raises as `build_brain`."""
-    disk_slots = config.disk_slots(spec)
-    capacities = {HOST: config.host_slots(spec)} | ({DISK: disk_slots} if disk_slots else {})
     return build_brain(
-        capacities,
+        {HOST: config.host_slots(spec)} | config.store_slots(spec),
         config.policy_of,
         config.policy_settings(),
         tokens_per_block=spec.tokens_per_block,
@@ -117,4 +115,5 @@ def brain_for(
         # what keeps the disk busy, and a chunk whose checksums are being verified
         chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,
         count_evicted=count_evicted,
+        keyed=keyed,
     )

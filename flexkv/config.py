@@ -1,13 +1,9 @@
 """Configuration: keywords win over a file, the file over `FLEXKV_*` variables, those over defaults.
 
-`FlexKVConfig` (the settings; the only reader of the environment) - `FlexKVConfig.load` (from a
-file) - `identity`, `host_slots`, `disk_slots`, `chunk_blocks`, `staging_slots` (what follows from
-them for a KVSpec) - `policy_of`, `policy_settings`, `backend_settings` (what plug-ins are opened
-with). Upstream's names are accepted too, see compat.py.
-`FlexKVConfig` (the settings) - `FlexKVConfig.load` (from a
-file) - `identity`, `host_slots`, `disk_slots` (what follows from them for a KVSpec) - `policy_of`,
-`policy_settings`, `backend_settings` (what plug-ins are opened with). Upstream's names are accepted
-too, see compat.py.
+`FlexKVConfig` (the settings) - `FlexKVConfig.load` (from a file) - `identity`, `host_slots`,
+`store_slots`, `chunk_blocks`, `staging_slots` (what follows from them for a KVSpec) - `policy_of`,
+`policy_settings`, `store_plugin`, `backend_settings` (what plug-ins are opened with). Upstream's
+names are accepted too, see compat.py.
 """
 
 from __future__ import annotations
@@ -260,7 +256,8 @@ class FlexKVConfig(BaseSettings):
 
     def staging_slots(self, spec: KVSpec) -> int:
         """Return how many slots blocks pass through that do not stay in the host."""
-        return max(2, self.staging_bytes // spec.stride_bytes) if self.disk_cache_bytes else 0
+        some = self.disk_cache_bytes or self.remote_cache_bytes
+        return max(2, self.staging_bytes // spec.stride_bytes) if some else 0
 
     @staticmethod
     def _slots(name: str, size_bytes: int, spec: KVSpec) -> int:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from flexkv.keys import Keyring
 from flexkv.lanes import Staging
 from flexkv.ledger import Ledger
 from flexkv.memory import Arena
-from flexkv.model import DISK, KVSpec
+from flexkv.model import KVSpec
 from flexkv.planner import Planner
 from flexkv.plans import Plans
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
@@ -117,11 +116,8 @@ async def _open(
 ) -> Stack:
     closer = await guard.enter_async_context(AsyncExitStack())
     identity = config.identity(spec)
-    host_slots, disk_slots = config.host_slots(spec), config.disk_slots(spec)
-    chunk_blocks, staging_slots = config.chunk_blocks(spec), config.staging_slots(spec)
     host_slots, store_slots = config.host_slots(spec), config.store_slots(spec)
-    chunk_blocks = max(1, config.chunk_bytes // spec.stride_bytes)
-    staging_slots = max(2, config.staging_bytes // spec.stride_bytes) if store_slots else 0
+    chunk_blocks, staging_slots = config.chunk_blocks(spec), config.staging_slots(spec)
     arena, completions = await _open_memory(config, spec, host_slots + staging_slots, closer)
     services = Services(completions, arena, identity, config.backend_settings("device"), host_slots)
     device: DeviceBackend = plugins.load(plugins.BACKENDS, config.device)()
@@ -136,12 +132,9 @@ async def _open(
         closer.push_async_callback(store.aclose)
         stores[tier] = store
         if found is not None:
-            recovered[DISK] = found
-    brain = brain_for(config, spec, partial(_count_evicted, telemetry))
             recovered[tier] = found
-    slots = {HOST: host_slots} | store_slots
     keyed = [tier for tier, store in stores.items() if store.addressing == "key"]
-    brain = _make_brain(config, spec, telemetry, slots, chunk_blocks, keyed)
+    brain = brain_for(config, spec, partial(_count_evicted, telemetry), keyed)
     ledger, planner = brain.ledger, brain.planner
     engine = Engine(
         completions,
@@ -230,28 +223,3 @@ async def _open_memory(
 
 def _count_evicted(telemetry: Telemetry, tier: str, count: int) -> None:
     telemetry.add("evicted_blocks", count, tier=tier)
-
-
-def _make_brain(
-    config: FlexKVConfig,
-    spec: KVSpec,
-    telemetry: Telemetry,
-    slots: dict[str, int],
-    chunk_blocks: int,
-    keyed: Collection[str],
-) -> Brain:
-    return build_brain(
-        slots,
-        config.policy_of,
-        config.policy_settings(),
-        tokens_per_block=spec.tokens_per_block,
-        evict_ratio=config.evict_ratio,
-        evict_start_threshold=config.evict_start_threshold,
-        spill=config.spill,
-        max_read_failures=config.max_read_failures,
-        chunk_blocks=chunk_blocks,
-        # what keeps the disk busy, and a chunk whose checksums are being verified
-        chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,
-        count_evicted=partial(_count_evicted, telemetry),
-        keyed=keyed,
-    )
