@@ -53,6 +53,7 @@ class Source(PydanticBaseSettingsSource):
 
 
 def environment() -> dict[str, str]:
+    """Return the variables that begin with FLEXKV_, by their names in lower case without it."""
     return {
         name.removeprefix(PREFIX).lower(): value
         for name, value in os.environ.items()
@@ -61,6 +62,11 @@ def environment() -> dict[str, str]:
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a YAML or JSON file of settings.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         content = yaml.safe_load(Path(str(path)).expanduser().read_text(encoding="utf-8"))
     except OSError as error:

@@ -89,7 +89,7 @@ OUTSIDE = {
     "hosting transfer backends codecs ranks integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
-    "redis": "backends testing",
+    "redis": "backends",
     "structlog": "telemetry",
     "prometheus_client": "telemetry integration",
     "typer": "cli",

@@ -7,11 +7,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +375,8 @@ def bucket() -> Iterator[dict[str, Any]]:
                 break
             except urllib.error.URLError:
                 assert server.poll() is None, "the S3 server ended"
-                time.sleep(0.1)
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(0.1)
         keys = {"access_key_id": "id", "secret_access_key": "secret", "region": "us-east-1"}
         yield {"endpoint": url, **keys}
     finally:

@@ -13,12 +13,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
-import redis
 from numpy.typing import NDArray
 
 from flexkv.backends.remote.heads import HEAD
@@ -67,7 +67,8 @@ class RedisServer:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
-            time.sleep(0.01)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.01)
         raise RuntimeError(f"redis-server does not answer on port {self.port}")
 
     @contextmanager
@@ -114,24 +115,35 @@ class RedisHarness(StorageHarness):
         return {"prefix": _prefix(place)} | self.options
 
     def read_back(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec) -> Bytes:
-        """Ask with redis-py."""
-        with redis.Redis.from_url(self.options["url"]) as client:
-            value = client.get(self._name(client, place, key))
-        assert isinstance(value, bytes)
+        """Ask over a connection of our own."""
+        value = self._ask(b"GET", self._name(place, key))
         return np.frombuffer(value, np.uint8)[HEAD.itemsize :]
 
     def write_raw(
         self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec, data: Bytes
     ) -> None:
-        """Overwrite with redis-py, behind the head."""
-        with redis.Redis.from_url(self.options["url"]) as client:
-            client.setrange(self._name(client, place, key), HEAD.itemsize, data.tobytes())
+        """Overwrite the value behind its head."""
+        offset = str(HEAD.itemsize).encode()
+        self._ask(b"SETRANGE", self._name(place, key), offset, data.tobytes())
 
-    def _name(self, client: Any, place: Path, key: NDArray[np.uint64]) -> bytes:
-        ending = key.tobytes().hex()
-        (name,) = client.keys(f"{_prefix(place)}:*:{ending}")
-        found: bytes = name
-        return found
+    def _name(self, place: Path, key: NDArray[np.uint64]) -> bytes:
+        pattern = f"{_prefix(place)}:*:{key.tobytes().hex()}"
+        answer = self._ask(b"KEYS", pattern.encode())
+        name = answer.split(b"\r\n")[1]  # an array of one text
+        return name
+
+    def _ask(self, *words: bytes) -> bytes:
+        """Send one command; what stands behind the first line of the answer."""
+        command = b"*%d\r\n" % len(words)
+        command += b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+        where = urlsplit(self.options["url"])
+        with socket.create_connection((where.hostname, where.port or 6379)) as connection:
+            connection.sendall(command + b"QUIT\r\n")
+            answer = bytearray()
+            while received := connection.recv(1 << 16):
+                answer += received
+        _, _, rest = bytes(answer.removesuffix(b"+OK\r\n")).partition(b"\r\n")
+        return rest.removesuffix(b"\r\n")
 
     def hold(self, backend: StorageBackend, services: Services) -> AbstractContextManager[None]:
         """Stop the server's process."""
