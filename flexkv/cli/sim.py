@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from flexkv.cli import sim_decode
 from flexkv.cli.sim_policies import policy_compare
 
 app = typer.Typer(
@@ -22,3 +23,7 @@ def main() -> None:
 
 
 app.command("policy-compare")(policy_compare)
+app.command("baseline")(sim_decode.baseline)
+app.command("orchestrated")(sim_decode.orchestrated)
+app.command("compare")(sim_decode.compare)
+app.command("sweep")(sim_decode.sweep)

@@ -134,7 +134,10 @@ def network(gigabits: int) -> TierProfile:
 def _accelerator(
     name: str, hbm_bytes: float, hbm_rate: float, sram: TierProfile, flops: float, source: str
 ) -> HardwareProfile:
-    hbm = TierProfile("hbm", hbm_bytes, 0.3e-6, hbm_rate, hbm_rate, queue_depth=1024, source=source)
+    hbm = TierProfile(
+        "hbm", hbm_bytes, 0.3e-6, hbm_rate, hbm_rate, queue_depth=1024, chunk_bytes=1 << 24,
+        source=source,
+    )  # fmt: skip
     tiers = (sram, hbm, CXL31, DRAM, NVME5, network(400))
     return HardwareProfile(
         name, {tier.name: tier for tier in tiers}, {"pcie": PCIE5}, flops, source

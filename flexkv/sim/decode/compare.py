@@ -120,7 +120,7 @@ def _run(
 def run_baseline(
     question: Question, heard: Heard = _quiet, *, staging: bool = False
 ) -> DecodeResult:
-    """Run raw blocks in HBM on demand; with `staging`, what was read stays on chip a while (lru)."""
+    """Run raw blocks in HBM on demand; with `staging`, what was read stays on chip (lru)."""
     pipeline = PIPELINES[question.pipeline]
     settings = question.settings(pipeline, orchestrated=False, staging=staging)
     result = _run(question, question.build(), "baseline", settings, heard)

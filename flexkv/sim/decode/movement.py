@@ -122,15 +122,20 @@ class Movement:
         classes = residency.classify(blocks, step, newest)
         budget = self.settings.pipeline.max_migrations_per_step
         if not self.workload.spans_layers:
-            self._promote(blocks[(classes != COLD) & (residency.tier[blocks] > 0)][:budget])
+            self._promote(blocks[(classes != COLD) & (residency.tier[blocks] > 0)][:budget], step)
         if self.codec != self.raw:
             pays = residency.warm_reads[blocks] >= self.settings.placement.encode_after_reads
             raw = (residency.tier[blocks] == 0) & (residency.codec[blocks] == self.raw)
             chosen = blocks[(classes == WARM) & pays & raw][:budget]
             self.encoded += len(self._move(chosen, 0, self.codec))
 
-    def _promote(self, blocks: Ids) -> None:
-        """Write blocks that were just read, and so are on chip, into HBM as they are encoded."""
+    def _promote(self, blocks: Ids, step: int) -> None:
+        """Write blocks that were just read, and so are on chip, into HBM as they are encoded.
+
+        What finds no room waits for its next read; victims leave meanwhile.
+        """
+        if len(blocks):
+            self._make_room(float(self.residency.sizes(blocks).sum()), blocks, step)
         for codec in np.unique(self.residency.codec[blocks]).tolist():
             group = self.residency.plan(blocks[self.residency.codec[blocks] == codec], 0, codec)
             if len(group) == 0:

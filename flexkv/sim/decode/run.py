@@ -27,6 +27,7 @@ from flexkv.sim.decode.workload import Access, Workload
 from flexkv.sim.servers import Priority, overlap_s
 
 _CHECK_EVERY = 64  # steps between full recounts of the residency table
+_NOT_COMING, _ASKED_FOR = -1, -2
 _PREFETCH_TOGETHER = 16  # blocks of one prefetch transfer
 
 
@@ -52,7 +53,7 @@ class Run:
         self.score = Score(block_bytes=workload.block_bytes)
         self.result = blank(workload, settings)
         self.waves = min(settings.waves, workload.layers)
-        self.flight = np.full(workload.blocks, -1, np.int64)  # prefetch on its way: its number
+        self.flight = np.full(workload.blocks, _NOT_COMING)  # or the number of its prefetch
         self.flying = 0  # blocks
         self.transfers: list[Transfer] = []
         self.computing: list[tuple[float, float]] = []
@@ -98,13 +99,13 @@ class Run:
         self.result.accesses += len(blocks) * self._parts
         self.result.staging_hits += int(hits.sum()) * self._parts
         self.score.in_time += self.staging.used(blocks[hits], step)
-        flights = np.where(hits, -1, self.flight[blocks])
+        flights = np.where(hits, _NOT_COMING, self.flight[blocks])
         late = flights >= 0
         demand = ~hits & ~late
         self.score.late += len(np.unique(blocks[late]))
         missed = np.unique(blocks[demand])
         self.score.missed += len(missed)
-        self.flight[blocks[late]] = -1  # counted once; the transfer stages them when it lands
+        self.flight[blocks[late]] = _ASKED_FOR  # counted once; staged when the transfer lands
         codecs = len(self.codec_names)
         place = (self.residency.tier[blocks] + 1) * codecs + self.residency.codec[blocks]
         place = np.where(hits, 0, place)
@@ -185,7 +186,7 @@ class Run:
             while len(asked) < min(self.waves, wave + 1 + self.settings.pipeline.lookahead_waves):
                 asked.append(ask(len(asked)))
             if wave == 0:
-                self._prefetch(step)
+                self._prefetch(step, access)
             left, since_s = asked[wave], clock.now_s
             if left[0]:
                 clock.run_while(lambda left=left: left[0] > 0)  # type: ignore[misc]
@@ -198,7 +199,11 @@ class Run:
 
     # -- prefetch
 
-    def _prefetch(self, step: int) -> None:
+    def _retained(self, distinct: Ids) -> bool:
+        fits = len(distinct) <= self.staging.capacity_blocks
+        return self.settings.pipeline.retain_steps > 0 and fits
+
+    def _prefetch(self, step: int, access: Access) -> None:
         """Ask for what the predictor names, sorted by where it lies, within the limits."""
         pipeline = self.settings.pipeline
         named = self.predictor.predict(step, pipeline.lead_steps)
@@ -207,7 +212,10 @@ class Run:
         _, first = np.unique(named, return_index=True)
         named = named[np.sort(first)]
         alive = self.residency.alive[named]
-        named = named[alive & ~self.staging.there[named] & (self.flight[named] < 0)]
+        coming = self.flight[named] != _NOT_COMING
+        named = named[alive & ~self.staging.there[named] & ~coming]
+        if self._retained(access.blocks):  # they stay on chip anyway
+            named = named[~np.isin(named, access.blocks)]
         room = min(
             pipeline.max_prefetch_blocks,
             pipeline.max_prefetch_in_flight - self.flying,
@@ -230,7 +238,8 @@ class Run:
             late_s = 0.0 if transfer.wanted_s is None else self.clock.now_s - transfer.wanted_s
             self.score.late_s += late_s
             unused = self.flight[blocks] == number  # the others were asked for on the way
-            self.flight[blocks[unused]] = -1
+            self.flight[blocks] = _NOT_COMING
+            self.staging.wasted += int(self.staging.there[blocks[unused]].sum())  # came twice
             self.staging.add(blocks[unused], step, unused=True)
             self.staging.add(blocks[~unused], step, unused=False)
 
@@ -252,7 +261,7 @@ class Run:
         self.dma.write("hbm", "none", 1, self.workload.written_bytes(step), "write", lambda: None)
         distinct = np.unique(access.blocks)
         self.movement.read(distinct, step)
-        if self.settings.pipeline.retain_steps and len(distinct) <= self.staging.capacity_blocks:
+        if self._retained(distinct):
             self.staging.add(distinct, step, unused=False)
         self.staging.expire(step, self.settings.pipeline.lead_steps)
 
