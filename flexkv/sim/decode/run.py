@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.errors import ConservationError
 from flexkv.model import BoolArray
-from flexkv.sim import conservation
 from flexkv.sim.clock import VirtualClock
+from flexkv.sim.decode.closing import close
 from flexkv.sim.decode.dma import SRAM, Dma, Transfer
 from flexkv.sim.decode.movement import Movement
 from flexkv.sim.decode.prefetch import Score, predictor
@@ -24,7 +23,7 @@ from flexkv.sim.decode.result import DecodeResult, StepRecord, blank
 from flexkv.sim.decode.settings import TIERS, Settings
 from flexkv.sim.decode.staging import Staging
 from flexkv.sim.decode.workload import Access, Workload
-from flexkv.sim.servers import Priority, overlap_s
+from flexkv.sim.servers import Priority
 
 _CHECK_EVERY = 64  # steps between full recounts of the residency table
 _NOT_COMING, _ASKED_FOR = -1, -2
@@ -265,70 +264,6 @@ class Run:
             self.staging.add(distinct, step, unused=False)
         self.staging.expire(step, self.settings.pipeline.lead_steps)
 
-    # -- the end
-
-    def finish(self) -> DecodeResult:
-        """Let what is on its way arrive, balance the books, and return the result."""
-        end_s, result, dma = self.clock.now_s, self.result, self.dma
-        self.clock.run()
-        self.residency.check()
-        if dma.in_flight:
-            raise ConservationError(f"{dma.in_flight} transfers never arrived")
-        busy = [(a, min(b, end_s)) for a, b in dma.activity.intervals if a < end_s]
-        result.busy_s = sum(b - a for a, b in busy)
-        result.hidden_s = overlap_s(busy, self.computing)
-        result.elapsed_s, result.steps = end_s, len(result.records)
-        kinds = ("demand", "prefetch", "migration")
-        reads, writes = dma.read_bytes, dma.written_bytes
-        result.kv_read_bytes = {t: sum(reads[c][t] for c in kinds) for t in TIERS}
-        result.kv_written_bytes = {t: writes["migration"][t] + writes["write"][t] for t in TIERS}
-        result.read_bytes_by_cause = {c: dict(by) for c, by in reads.items() if by}
-        result.written_bytes_by_cause = {c: dict(by) for c, by in writes.items() if by}
-        result.weight_read_bytes = reads["weights"]["hbm"]
-        result.codec_saved_bytes = self.raw_read_bytes - sum(
-            reads[c][t] for c in ("demand", "prefetch") for t in TIERS
-        )
-        servers = {**dma.tiers, **dma.links}
-        result.busy_s_by_server = {name: server.busy_s() for name, server in servers.items()}
-        result.peak_resident_bytes = {
-            SRAM: self.staging.capacity_blocks and self.staging.held * self.workload.block_bytes,
-            **dict(zip(TIERS, self.residency.peak_bytes.tolist(), strict=True)),
-        }
-        self.score.wasted = self.staging.wasted + int(self.staging.unused.sum())
-        result.prefetch = self.score.as_json()
-        result.evicted_blocks = self.residency.evicted
-        result.encoded_blocks = self.movement.encoded
-        result.promoted_blocks = self.movement.promoted
-        self._balance()
-        return result
-
-    def _balance(self) -> None:
-        """Hold times, bytes and residency against the laws; the sides are measured apart."""
-        result, dma = self.result, self.dma
-        served, booked = dma.served_bytes(), dma.booked_bytes()
-        result.moved_bytes = sum(served.values())
-        for tier, size_bytes in served.items():
-            conservation.check_bytes({tier: booked[tier]}, size_bytes)
-        conservation.check_run(
-            exposed_s=result.exposed_s,
-            hidden_s=result.hidden_s,
-            busy_s=result.busy_s,
-            by_tier=booked,
-            moved_bytes=result.moved_bytes,
-            resident=result.peak_resident_bytes,
-            capacity={SRAM: self.settings.capacity_of(SRAM), **self.capacity},
-            counts={
-                "staging_hits": result.staging_hits,
-                "misses": result.accesses - result.staging_hits,
-                "codec_saved_bytes": result.codec_saved_bytes + 1e-6 * self.raw_read_bytes,
-                "wasted": self.score.wasted,
-            },
-        )  # fmt: skip
-        score = self.score
-        kinds = {"in time": score.in_time, "late": score.late, "wasted": score.wasted}
-        conservation.check_bytes(kinds, score.issued)
-        conservation.check_times(result.compute_s, result.exposed_s, result.elapsed_s, "elapsed")
-
 
 def _extend(intervals: list[tuple[float, float]], start_s: float, end_s: float) -> None:
     if end_s <= start_s:
@@ -352,4 +287,4 @@ def simulate(
     for step in range(workload.steps):
         run.step(step)
         on_step(step)
-    return run.finish()
+    return close(run)
