@@ -1,7 +1,8 @@
 """How many transfers of each kind run and wait.
 
-`Admission.check` (refuse what would wait too long) - `enter`, `leave` (a transfer and its end) -
-`begin`, `end` (take one of the places of those that run, and leave it).
+`Admission.check` (refuse what would wait too long), `spare` (room for work that nobody asked for) -
+`enter`, `leave` (a transfer and its end) - `begin`, `end` (take one of the places of those that
+run, and leave it).
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ class Admission:
                 f"raise max_in_flight_{'prefetche' if kind == 'prefetch' else kind}s or "
                 "max_queued_requests, or ask less often"
             )
+
+    def spare(self, kind: str) -> bool:
+        """Whether there is room for work that nobody asked for: nothing waits, and of its kind at
+        most half of what may run does.
+        """
+        waits = any(self._entered[name] > lane.limit for name, lane in self._lanes.items())
+        return not waits and 2 * self._entered[kind] < self._lanes[kind].limit
 
     def enter(self, kind: str) -> None:
         """Count a transfer."""

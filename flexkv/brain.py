@@ -111,6 +111,9 @@ def brain_for(
         evict_start_threshold=config.evict_start_threshold,
         spill=config.spill,
         max_read_failures=config.max_read_failures,
+        retain=RetainLimits(
+            config.retain_share, config.retain_blocks, config.retain_ttl_s, config.retain_max_ttl_s
+        ),
         chunk_blocks=config.chunk_blocks(spec),
         # what keeps the disk busy, and a chunk whose checksums are being verified
         chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,

@@ -116,6 +116,17 @@ class FlexKVConfig(BaseSettings):
     slru_protected_threshold: int = Field(2, ge=1, description="slru: hits that protect a block")
     policy_options: Options = Field({}, description="further options of the policies")
 
+    # Hints
+    retain_share: float = Field(0.5, ge=0, le=1, description="share of a tier that hints may hold")
+    retain_blocks: int = Field(
+        2**17, ge=0, description="blocks that hints name, there or not; the least important end"
+    )
+    retain_ttl_s: float = Field(300.0, gt=0, description="seconds that a hint lives if not told")
+    retain_max_ttl_s: float = Field(3600.0, gt=0, description="seconds that a hint lives at most")
+    prefetch_lead_steps: int = Field(
+        1, ge=-1, description="a hinted prefix so near to execution is promoted; -1 = never"
+    )
+
     # Device
     device: str = Field("cpu", description="plug-in of the device that holds the engine's KV")
     device_options: Options = Field({}, description="options of the device plug-in")

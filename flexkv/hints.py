@@ -16,6 +16,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,6 +240,11 @@ class Hints:
     def live(self) -> list[tuple[Sequence[GroupKeys], int, float]]:
         """Return (prompt, weight, end in seconds) of every hint, oldest first."""
         return [(hint.groups, hint.weight, hint.ends_at) for hint in self._hints.values()]
+
+    def count(self, tier: str, what: Literal["hinted", "held"]) -> int:
+        """How many blocks of a tier are hinted, or held."""
+        holds = self.holds.get(tier)
+        return 0 if holds is None else int(getattr(holds, what))
 
     def _enter(self, hint: _Hint) -> None:
         """Add a hint; the lightest ones go when there are too many blocks."""

@@ -52,7 +52,7 @@ class Host:
         self._deadlines: Deadlines[Request]
         self._carriers: Carriers[Request]
         self._admission = Admission(config)
-        self.admit = self._admission.check
+        self.admit, self.spare = self._admission.check, self._admission.spare
 
     # state
 

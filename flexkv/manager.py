@@ -1,8 +1,9 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
-`register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async`, `prefetch_async` -
-`wait`, `flush`, `remove`, `reset` - `events`, `usage`. Plain calls start work at once; awaiting a
-Transfer is only listening. Lifetime and the hosted task group are in `flexkv.hosting`.
+`register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async` - `wait`, `flush`,
+`remove`, `reset` - `events`, `usage`; `prefetch_async` and `retain` come from `flexkv.ahead`. Plain
+calls start work at once; awaiting a Transfer is only listening. Lifetime and the hosted task group
+are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
@@ -13,26 +14,23 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from flexkv.ahead import Ahead, Groups, Namespace
 from flexkv.config import FlexKVConfig
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, InputError
 from flexkv.events import EventStream
-from flexkv.groups import WHOLE, GroupKeys, split
-from flexkv.hosting import Host
+from flexkv.groups import WHOLE
 from flexkv.keys import as_tokens
 from flexkv.layerwise import cut_by_layers
-from flexkv.model import CacheGroup, SlotIds, TransferGraph
+from flexkv.model import SlotIds
 from flexkv.protocols import Region
-from flexkv.request import Request, device_blocks
-from flexkv.stack import Stack
-from flexkv.telemetry import Telemetry, log
+from flexkv.request import device_blocks
+from flexkv.telemetry import log
 from flexkv.transfer import Kind, Plan, Transfer, refused
 
-Namespace = Sequence[str] | None
-Groups = Sequence[CacheGroup]
 Held = Sequence[Any] | None
 
 
-class KVManager:
+class KVManager(Ahead):
     """Keeps KV blocks in host memory and on disk, and brings matched prefixes back into the
     engine's slots.
 
@@ -46,10 +44,7 @@ class KVManager:
     """
 
     def __init__(self, config: FlexKVConfig | None = None, **overrides: Any) -> None:
-        self.config = FlexKVConfig.load(**overrides) if config is None else config
-        self.telemetry = Telemetry()
-        self._host = Host(self.config, self.telemetry)
-        self._region: Region | None = None
+        super().__init__(FlexKVConfig.load(**overrides) if config is None else config)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -89,15 +84,6 @@ class KVManager:
     def failure(self) -> BaseException | None:
         """What broke the manager; None while it is well. May be read by any thread."""
         return self._host.failure
-
-    @property
-    def _stack(self) -> Stack:
-        return self._host.stack()
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Tokens of one block."""
-        return self._stack.spec.tokens_per_block
 
     # the device
 
@@ -181,15 +167,6 @@ class KVManager:
             self._host.save(plan.put.saves)
         return plan
 
-    def _keys(
-        self, tokens: Any, namespace: Namespace, groups: Groups, kind: str = "", end: Any = None
-    ) -> list[GroupKeys]:
-        stack = self._stack
-        keys = stack.keyring.chain(tokens[:end], stack.keyring.root(namespace))
-        if kind and (tell := self.telemetry.on_request) is not None:
-            tell(kind, len(tokens), keys, stack.completions.now())
-        return split(stack.keyring, keys, groups)
-
     # transfers
 
     def launch(self, plan: Plan, slot_mapping: Any, *, layerwise: bool = False) -> Transfer:
@@ -244,22 +221,6 @@ class KVManager:
             return refused("put", error, self._stack.completions.now)
         return self._launch_or_cancel(plan, slot_mapping)
 
-    def prefetch_async(self, tokens: Any, *, namespace: Namespace = None) -> Transfer:
-        """Promote the longest readable prefix to the host; await it or not. Dropped under load."""
-        plan = self.get_match(tokens, namespace=namespace, kind="prefetch")
-        stack = self._stack
-        try:
-            self._host.admit("prefetch")
-        except CapacityError as error:
-            plan.cancel()
-            self.telemetry.add("dropped_blocks", len(plan.blocks), work="prefetch")
-            return refused("prefetch", error, stack.completions.now)
-        stack.plans.close(plan)
-        get = self._host.think(
-            stack.planner.plan_get, plan.blocks, plan.keys, None, stack.completions.now()
-        )
-        return self._start(plan, get.graph, get.saves, get.by_tier)
-
     def _launch_or_cancel(self, plan: Plan, slot_mapping: Any) -> Transfer:
         try:
             return self.launch(plan, slot_mapping)
@@ -272,32 +233,6 @@ class KVManager:
             raise InputError("no device memory is registered; call kv.register(kv_caches) first")
         return device_blocks(slot_mapping, count, self.tokens_per_block, self._region.blocks)
 
-    def _start(
-        self,
-        plan: Plan,
-        graph: TransferGraph,
-        saves: TransferGraph | None = None,
-        by_tier: dict[str, int] | None = None,
-        device_blocks: SlotIds | None = None,
-    ) -> Transfer:
-        """Hand a graph to the host's task group; the plan's pins go to the request."""
-        stack = self._stack
-        if saves is not None:
-            self._host.save(saves)
-        request = Request(
-            plan,
-            stack.engine.start(graph, self._region, plan.tag),
-            tokens_per_block=stack.spec.tokens_per_block,
-            by_tier=by_tier or {},
-            device_blocks=device_blocks,
-            clock=stack.completions.now,
-            durable=self._wait_durable,
-            limit_ms=self.config.settle_timeout_ms,
-            telemetry=self.telemetry,
-        )
-        self._host.carry(request)
-        return request.transfer
-
     # waiting and whole-cache verbs
 
     async def wait(
@@ -305,10 +240,6 @@ class KVManager:
     ) -> list[Transfer]:
         """Wait until all are done or time is over; return those that are done, in their order."""
         return await self._host.wait(list(transfers), timeout_ms)
-
-    async def _wait_durable(self, transfer: Transfer) -> None:
-        await self._stack.spiller.reached(transfer.blocks, transfer.keys)
-        self._host.check()
 
     async def flush(self) -> None:
         """Wait until everything accepted so far has reached its lowest tier or was dropped;

@@ -34,10 +34,17 @@ class Plans:
     def __len__(self) -> int:
         return len(self._open)
 
-    def read(self, groups: Sequence[GroupKeys], first: int, kind: Kind = "get") -> Plan:
+    def read(
+        self,
+        groups: Sequence[GroupKeys],
+        first: int,
+        kind: Kind = "get",
+        *,
+        counted: bool = True,
+    ) -> Plan:
         """Plan to read the longest prefix that every group can give, from block `first` on."""
         end, blocks, reach = self._planner.match(groups, first)
-        self._telemetry.add("hit_blocks", end)
+        self._telemetry.add("hit_blocks", end if counted else 0)
         keys = [g.keys[end - len(b) : end] for g, b in zip(groups, blocks, strict=True)]
         plan = Plan(
             kind,

@@ -84,6 +84,12 @@ class Stack:
         for lane in self.engine.lanes.values():
             gauge("lane_bytes_in_flight", partial(getattr, lane, "in_flight"), lane=lane.name)
             gauge("lane_queue_depth", partial(getattr, lane, "waiting"), lane=lane.name)
+        hints = self.ledger.hints
+        gauge("hints", lambda: len(hints))
+        gauge("dropped_hint_blocks", lambda: hints.dropped)
+        for name in self.ledger.tiers:
+            gauge("hinted_blocks", partial(hints.count, name, "hinted"), tier=name)
+            gauge("held_blocks", partial(hints.count, name, "held"), tier=name)
         gauge("spill_queue_blocks", lambda: self.spiller.queued_blocks)
         gauge("index_blocks", lambda: len(self.index))
         gauge("pinned_blocks", lambda: self.index.pinned)

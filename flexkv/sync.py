@@ -15,10 +15,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from flexkv.ahead import Groups, Namespace
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
 from flexkv.events import EventStream
-from flexkv.manager import KVManager, Namespace
+from flexkv.groups import WHOLE
+from flexkv.manager import KVManager
 from flexkv.protocols import Region
 from flexkv.threads import SharedSelector
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
@@ -293,11 +295,16 @@ class BlockingKVManager:
             self, self.call(self._kv.put_async, tokens, slot_mapping, namespace=namespace)
         )
 
-    def prefetch(self, tokens: Any, *, namespace: Namespace = None) -> BlockingTransfer:
+    def prefetch(
+        self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE
+    ) -> BlockingTransfer:
         """See KVManager.prefetch_async."""
-        return BlockingTransfer(
-            self, self.call(self._kv.prefetch_async, tokens, namespace=namespace)
-        )
+        verb = self._kv.prefetch_async
+        return BlockingTransfer(self, self.call(verb, tokens, namespace=namespace, groups=groups))
+
+    def retain(self, tokens: Any, **hint: Any) -> bool:
+        """See KVManager.retain."""
+        return self.call(self._kv.retain, tokens, **hint)
 
     def wait(
         self, transfers: Iterable[BlockingTransfer], *, timeout_ms: float | None = None

@@ -91,6 +91,8 @@ METRICS: dict[str, Series] = {
     "transfer_bytes": Series("counter", "bytes moved", ("source", "target")),
     "evicted_blocks": Series("counter", "blocks evicted from a tier", ("tier",)),
     "dropped_blocks": Series("counter", "blocks of work given up under load", ("work",)),
+    "lead_blocks": Series("counter", "blocks promoted because a hinted run is near"),
+    "dropped_hint_blocks": Series("counter", "blocks of hints that found no room in their table"),
     # how long it took; part: exposed (somebody waited) or hidden (beside other work)
     "transfer_seconds": Series("histogram", "duration of a transfer", ("kind", "part")),
     # how it stands
@@ -99,6 +101,9 @@ METRICS: dict[str, Series] = {
     "lane_queue_depth": Series("gauge", "requests waiting for a lane", ("lane",)),
     "lane_bytes_in_flight": Series("gauge", "bytes in flight in a lane", ("lane",)),
     "transfers_in_flight": Series("gauge", "transfers that have not ended", ("kind",)),
+    "hints": Series("gauge", "retention hints that are alive"),
+    "hinted_blocks": Series("gauge", "blocks of a tier that hints cover", ("tier",)),
+    "held_blocks": Series("gauge", "blocks of a tier that leave after all others", ("tier",)),
     "spill_queue_blocks": Series("gauge", "blocks waiting to be spilled"),
     "index_blocks": Series("gauge", "entries of the index"),
     "pinned_blocks": Series("gauge", "pins held by transfers and plans"),

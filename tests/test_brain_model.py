@@ -14,7 +14,7 @@ from flexkv.groups import GroupKeys
 from flexkv.ledger import SpillMode
 from flexkv.model import HOST, IOStatus
 
-POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo"]
+POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo", "steps"]
 held = st.sets(st.integers(0, 5), max_size=6).map(lambda gone: set(range(6)) - gone)
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 statuses = st.sampled_from([IOStatus.LANDED] * 6 + list(IOStatus))
@@ -49,6 +49,11 @@ class Brain(RuleBasedStateMachine):
             self.world.plan_put(path, *parts)
         except CapacityError:
             self.world.check()
+
+    @rule(path=paths, priority=st.sampled_from([0, 1, 100]), steps=st.sampled_from([None, 0, 3]))
+    def retain(self, path: tuple[int, ...], priority: int, steps: int | None) -> None:
+        hints, hint = self.world.ledger.hints, {"priority": priority, "ttl_s": 20.0}
+        hints.retain(groups_of(path), self.world.now, steps=steps, **hint)
 
     @rule(path=paths, first=st.integers(0, 3))
     def get_groups(self, path: tuple[int, ...], first: int) -> None:

@@ -69,11 +69,12 @@ MAY_IMPORT = {
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     "stack": f"config traces plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
-    "manager": f"_core config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
+    "ahead": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
+    "manager": f"_core ahead config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "threads": "",
     # data that the simulator, the bench and the commands share: no body, no manager
     "traces": VOCABULARY,
-    "sync": f"manager config events protocols threads transfer {VOCABULARY}",
+    "sync": f"ahead groups manager config events protocols threads transfer {VOCABULARY}",
     "__init__": f"manager sync config events transfer {VOCABULARY}",
     # the same brain as the data plane, never its body: no loop, no backend
     "sim": f"brain traces codecs config plugins protocols {BRAIN} {VOCABULARY}",

@@ -37,6 +37,7 @@ def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
         spill=given["spill"],
         eviction_policy=given["policy"],
         evict_ratio=given["evict_ratio"],
+        retain_share=given["retain_share"],
         chunk_bytes=given["chunk"] * stride,
         staging_bytes=given["staging"] * stride,
         max_in_flight_gets=given["in_flight"],

@@ -94,6 +94,7 @@ class _Author:
             (self._cancel, 3),
             (self._leave, 2),
             (self._remove, 2),
+            (self._retain, 3),
             (lambda: ("flush", self._wait()), 1),
             (lambda: ("reset", self._wait()), 0.5),
             (lambda: ("reopen", {}), 0.5),
@@ -116,7 +117,8 @@ class _Author:
             ("host", self._host),
             ("disk", self._disk),
             ("spill", choose(("through", "through", "on_evict", "on_evict", "never"))),
-            ("policy", choose(("lru", "lru", "slru", "lfu", "fifo"))),
+            ("policy", choose(("lru", "lru", "slru", "lfu", "fifo", "steps"))),
+            ("retain_share", choose((0.3, 0.5, 1.0))),
             ("chunk", choose((1, 2, 4))),
             ("staging", choose((2, 4))),
             ("in_flight", choose((1, 2, 16))),
@@ -182,6 +184,14 @@ class _Author:
 
     def _remove(self) -> tuple[str, dict[str, Any]]:
         return "remove", self._prompt()
+
+    def _retain(self) -> tuple[str, dict[str, Any]]:
+        hint = {
+            "priority": self._random.choice((None, 0, 1, 100)),
+            "ttl_s": self._random.choice((None, 0.0, 0.002, 0.05)),
+            "steps": self._random.choice((None, 0, 1, 4)),
+        }
+        return "retain", {**self._prompt(), "hint": hint}
 
     def _crash(self) -> tuple[str, dict[str, Any]]:
         return "crash", {"how": self._random.choice(("kill", "power"))}

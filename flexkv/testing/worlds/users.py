@@ -223,6 +223,12 @@ class Users:
         """Forget a prompt."""
         self.kv.remove(Contents.tokens(path), namespace=namespace)
 
+    def retain(self, path: Path, namespace: tuple[str, ...], hint: dict[str, Any]) -> None:
+        """Say what a prompt is worth."""
+        self.contents.of(path, namespace)
+        kept = self.kv.retain(Contents.tokens(path), namespace=namespace, **hint)
+        self.journal.write("retained" if kept else "not retained")
+
     def arm(self, fault: Fault) -> None:
         """Put a fault in force."""
         self._lost()

@@ -131,7 +131,7 @@ class _World:
         match step.verb:
             case "put" | "get" | "prefetch" | "match" | "put_match" | "launch":
                 getattr(life, step.verb)(step.number, **arguments)
-            case "cancel_plan" | "cancel" | "leave" | "remove":
+            case "cancel_plan" | "cancel" | "leave" | "remove" | "retain":
                 getattr(life, step.verb)(**arguments)
             case "flush" | "reset":
                 await life.whole(step.verb, **arguments)
