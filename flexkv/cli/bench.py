@@ -1,4 +1,6 @@
-"""`flexkv bench index|copy|disk|e2e|overlap`: run it with a progress bar, print a table or JSON."""
+"""`flexkv bench index|copy|disk|e2e|overlap|remote`: run it with a progress bar, print a table or
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +90,15 @@ def overlap(settings: Settings = None, directory: Dir = None, as_json: Json = Fa
     Example: [bold]flexkv bench overlap --dir /mnt/nvme --json[/bold]
     """
     _run("overlap", settings, directory, as_json)
+
+
+@app.command()
+def remote(settings: Settings = None, as_json: Json = False) -> None:
+    """Blocks in Redis or in an object store, next to plain clients.
+
+    Example: [bold]flexkv bench remote store=redis url=redis://10.0.0.7:6379 --json[/bold]
+    """
+    _run("remote", settings, None, as_json)
 
 
 def _run(name: str, settings: list[str] | None, directory: Path | None, as_json: bool) -> None:

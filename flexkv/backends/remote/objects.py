@@ -140,7 +140,7 @@ class ObjectClient:
         """Get each object."""
         for number, (name, head, body) in enumerate(zip(names, heads, bodies, strict=True)):
             try:
-                content = memoryview(obstore.get(self._store, _path(name)).bytes())
+                content = memoryview(obstore.get(self._store, path_of(name)).bytes())
             except FileNotFoundError:
                 statuses[number] = MISSING
                 continue
@@ -162,7 +162,7 @@ class ObjectClient:
         """Put each object."""
         for number, (name, head, body) in enumerate(zip(names, heads, bodies, strict=True)):
             try:
-                obstore.put(self._store, _path(name), iter((head, body)), use_multipart=False)
+                obstore.put(self._store, path_of(name), iter((head, body)), use_multipart=False)
                 statuses[number] = LANDED
                 self._wrote(self._store, len(head) + len(body))
             except BaseError as error:
@@ -172,8 +172,8 @@ class ObjectClient:
         """Delete each object that there is."""
         for number, name in enumerate(names):
             try:
-                obstore.head(self._store, _path(name))
-                obstore.delete(self._store, _path(name))
+                obstore.head(self._store, path_of(name))
+                obstore.delete(self._store, path_of(name))
                 statuses[number] = LANDED
             except FileNotFoundError:
                 statuses[number] = MISSING
@@ -184,8 +184,10 @@ class ObjectClient:
         """Nothing: obstore keeps the connections."""
 
 
-def _path(name: bytes) -> str:
-    """prefix:identity:key -> prefix/identity/ke/key, so that no folder gets too long."""
+def path_of(name: bytes) -> str:
+    """Return the path of a block: prefix:identity:key -> prefix/identity/ke/key, so that no folder
+    gets too long.
+    """
     prefix, identity, key = name.decode().rsplit(":", 2)
     return f"{prefix}/{identity}/{key[:2]}/{key}"
 
