@@ -6,7 +6,6 @@ peer is redis-py's pipeline. Objects: limit and peer is obstore alone, with as m
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import tempfile
 import time
@@ -18,6 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import anyio
+import anyio.from_thread
+import anyio.to_thread
 import numpy as np
 
 from flexkv.backends.remote.heads import HEAD
@@ -70,7 +72,7 @@ def run(
         for number, size in enumerate(sizes_mib):
             progress(f"{store}, blocks of {size} MiB", number, len(sizes_mib))
             bench = kinds[store](url, options or {}, size << 20, connections)
-            results += asyncio.run(bench.measure(repeats))
+            results += anyio.run(bench.measure, repeats)
     return results
 
 
@@ -85,6 +87,7 @@ class Bench:
         self.count = max(1, BATCH_BYTES // size)
         self.spec = KVSpec.uniform(1, 1, size // 64, parts=2, tokens_per_block=16)
         self.names: list[bytes] = []
+        self.open = ExitStack()  # what the others' ways keep open
 
     def settings(self) -> dict[str, Any]:
         """What the store is opened with."""
@@ -100,17 +103,16 @@ class Bench:
             await self._land(store.write, batch)
             place: bytes = store._place
             self.names = [place + key.tobytes().hex().encode() for key in batch.keys]
-            loop = asyncio.get_running_loop()
 
             def ours(verb: Any) -> Callable[[], float]:
                 def once() -> float:
-                    asked = asyncio.run_coroutine_threadsafe(self._land(verb, batch), loop)
-                    return asked.result()
+                    return anyio.from_thread.run(self._land, verb, batch)
 
                 return once
 
-            actions = {"read": ours(store.read), "write": ours(store.write)} | self.ways()
-            taken = await asyncio.to_thread(interleave, actions, repeats)
+            with self.open:
+                actions = {"read": ours(store.read), "write": ours(store.write)} | self.ways()
+                taken = await anyio.to_thread.run_sync(interleave, actions, repeats)
             await store.discard(batch)
         speed = {
             name: [self.count * self.size / 1e9 / seconds for seconds in times]
@@ -183,12 +185,13 @@ class RedisBench(Bench):
     def ways(self) -> dict[str, Callable[[], float]]:
         """A client that knows the sizes of all answers, and redis-py."""
         where, size = urlsplit(self.url), self.size + HEAD.itemsize
-        connection = socket.create_connection((where.hostname, where.port or 6379))
+        place = (where.hostname, where.port or 6379)
+        connection = self.open.enter_context(socket.create_connection(place))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
         ask = b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(n), n) for n in self.names)
         total = self.count * (len(b"$%d\r\n" % size) + size + 2)
         room = memoryview(bytearray(total))
-        client = import_module("redis").Redis.from_url(self.url)
+        client = self.open.enter_context(import_module("redis").Redis.from_url(self.url))
 
         def plain() -> float:
             began = time.perf_counter()
@@ -225,7 +228,7 @@ class ObjectBench(Bench):
 
         obstore = import_module("obstore")
         store = ObjectSettings.read(self.settings()).connect()
-        pool = ThreadPoolExecutor(self.connections)
+        pool = self.open.enter_context(ThreadPoolExecutor(self.connections))
 
         def library() -> float:
             began = time.perf_counter()
