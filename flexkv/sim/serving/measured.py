@@ -1,0 +1,160 @@
+"""What `flexkv calibrate` measured, and what follows from it for blocks of any size.
+
+`Calibration` (read, write) - `Sample` (one batch: blocks, their size, seconds) - `Software` (what
+planning and the event loop add) - `Calibration.costs` (for the simulator). A file is a hardware
+profile of `flexkv.sim.profiles` with one more table, "serving".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexkv.errors import ConfigError
+from flexkv.sim.profiles import HardwareProfile, as_json, read_profile
+from flexkv.sim.serving.engine import Edge
+from flexkv.sim.serving.legs import Cost, CostOf
+from flexkv.sim.serving.replay import Costs
+
+
+class Sample(NamedTuple):
+    """The median time of one batch of `blocks` blocks, alone on its backend."""
+
+    block_bytes: int
+    blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Seconds that planning and the event loop add to a transfer: `base_s` and `block_s` per block
+    of those that the backends need.
+    """
+
+    base_s: float = 0.0
+    block_s: float = 0.0
+
+    def seconds(self, blocks: int) -> float:
+        """Return what it adds to a transfer of `blocks` blocks, never less than nothing."""
+        return max(0.0, self.base_s + self.block_s * blocks)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine as measured: batches by edge, bytes per second of many batches at once by edge, and
+    the software's share by kind ("get", "get_far", "put").
+    """
+
+    hardware: HardwareProfile
+    batches: Mapping[Edge, Sequence[Sample]]
+    bytes_per_s: Mapping[Edge, float]
+    software: Mapping[str, Software] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def costs(self, block_bytes: int) -> Costs:
+        """Return what moving blocks of `block_bytes` costs."""
+        get, far_get, put = (
+            self.software.get(kind, Software()) for kind in ("get", "get_far", "put")
+        )
+        return Costs(
+            {edge: self.cost_of(edge, block_bytes) for edge in self.batches},
+            lambda near, far: (far_get if far else get).seconds(near + far),
+            lambda blocks, new: put.seconds(blocks),
+        )
+
+    def cost_of(self, edge: Edge, block_bytes: int) -> CostOf:
+        """Return the cost of a batch on an edge, by its blocks."""
+        counts, seconds = _curve(self.batches[edge], block_bytes)
+        rate = self.bytes_per_s.get(edge, math.inf)
+        slope = block_bytes / rate
+        if len(counts) > 1:
+            slope = max(slope, (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]))
+        known: dict[int, Cost] = {}
+
+        def cost(blocks: int) -> Cost:
+            found = known.get(blocks)
+            if found is None:
+                total_s = float(np.interp(blocks, counts, seconds))
+                total_s += max(0.0, blocks - counts[-1]) * slope
+                found = known[blocks] = Cost(min(total_s, blocks * block_bytes / rate), total_s)
+            return found
+
+        return cost
+
+    # files
+
+    def write(self, path: Path) -> None:
+        """Write a JSON file that `read` and `flexkv.sim.profiles.read_profile` read."""
+        serving = {
+            "batches": {
+                _name(edge): [list(sample) for sample in samples]
+                for edge, samples in self.batches.items()
+            },
+            "bytes_per_s": {_name(edge): rate for edge, rate in self.bytes_per_s.items()},
+            "software": {kind: asdict(part) for kind, part in self.software.items()},
+            "facts": dict(self.facts),
+        }
+        text = json.dumps(as_json(self.hardware) | {"serving": serving}, indent=1)
+        path.write_text(text + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """Read a file that `flexkv calibrate` wrote.
+
+        Raises:
+            ConfigError: it cannot be read, or was not made by `flexkv calibrate`.
+        """
+        hardware = read_profile(path)
+        try:
+            serving = json.loads(path.read_text())["serving"]
+            return cls(
+                hardware,
+                {
+                    _edge(name): [Sample(*sample) for sample in samples]
+                    for name, samples in serving["batches"].items()
+                },
+                {_edge(name): float(rate) for name, rate in serving["bytes_per_s"].items()},
+                {kind: Software(**part) for kind, part in serving["software"].items()},
+                serving.get("facts", {}),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} was not written by `flexkv calibrate` ({error!r}); run it with --out"
+            ) from error
+
+
+def _name(edge: Edge) -> str:
+    return "->".join(edge)
+
+
+def _edge(name: str) -> Edge:
+    source, _, target = name.partition("->")
+    return source, target
+
+
+def _curve(samples: Sequence[Sample], block_bytes: int) -> tuple[list[int], list[float]]:
+    """Return seconds by blocks for one block size: interpolated between the two measured sizes
+    around it, and scaled beyond them where the bytes dominate.
+    """
+    sizes = sorted({sample.block_bytes for sample in samples})
+    if not sizes:
+        raise ConfigError("nothing was measured on this path")
+    below = max((size for size in sizes if size <= block_bytes), default=sizes[0])
+    above = min((size for size in sizes if size >= block_bytes), default=sizes[-1])
+    low, high = (
+        {sample.blocks: sample.seconds for sample in samples if sample.block_bytes == size}
+        for size in (below, above)
+    )
+    if below == above:
+        factor = 1.0 if below == block_bytes else block_bytes / below
+        counts = sorted(low)
+        return counts, [low[count] * (factor if factor > 1 else 1.0) for count in counts]
+    share = (block_bytes - below) / (above - below)
+    counts = sorted(low.keys() & high.keys())
+    return counts, [low[n] + (high[n] - low[n]) * share for n in counts]
