@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from flexkv.model import DEVICE, DISK, HOST, PAGE_BYTES, Identity, KVSpec
 from flexkv.protocols import BlockCopy, BlockIO, Services
 from flexkv.sim.profiles import HardwareProfile, TierProfile
 from flexkv.sim.serving.engine import Edge
+from flexkv.sim.serving.legs import CostOf
 from flexkv.sim.serving.measured import Calibration, Sample, Software
 from flexkv.sim.serving.replay import Served, check_config
 from flexkv.traces import TraceRequest
@@ -39,7 +40,7 @@ _LARGEST_BYTES = 32 << 20  # of one batch
 _AT_ONCE = 4
 _ROUNDS = 6  # whole gets and puts of each length
 
-Batch = Callable[[int], Awaitable[None]]  # move so many blocks once
+Batch = Callable[[int], Coroutine[Any, Any, None]]  # move so many blocks once
 
 
 def run(
@@ -252,7 +253,7 @@ def _software(
     }
 
 
-def _far(served: Served, costs: Mapping[Edge, Callable[[int], Any]]) -> float:
+def _far(served: Served, costs: Mapping[Edge, CostOf]) -> float:
     """Return what a get from disk took beyond reading and copying."""
     far = served.by_tier[DISK]
     near = served.matched - far
@@ -282,7 +283,7 @@ def _requests(lengths: Sequence[int], longest: int) -> list[TraceRequest]:
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> Software:
-    """Fit base and seconds per block to the medians by length; each counts by its relative error."""
+    """Fit base and seconds per block to the medians by length; short ones count more."""
     if not points:
         return Software()
     lengths = sorted({length for length, _ in points})

@@ -33,23 +33,23 @@ def free(blocks: int) -> Cost:
 
 
 class Wire:
-    """What batches share; `busy_s` is the time during which it was occupied."""
+    """What batches share: the bytes per second."""
 
-    __slots__ = ("busy_s", "free_at_s")
+    __slots__ = ("free_at_s",)
 
     def __init__(self) -> None:
         self.free_at_s = 0.0
-        self.busy_s = 0.0
 
 
 class Leg:
-    """One direction of one backend."""
+    """One direction of one backend; `blocks` it has moved, `busy_s` it has occupied its wire."""
 
-    __slots__ = ("_cost", "_tasks", "blocks", "wire")
+    __slots__ = ("_cost", "_tasks", "blocks", "busy_s", "wire")
 
     def __init__(self, tasks: Tasks, wire: Wire, cost: CostOf) -> None:
         self._tasks, self.wire, self._cost = tasks, wire, cost
         self.blocks = 0
+        self.busy_s = 0.0
 
     def move(self, blocks: int) -> Happening:
         """Send a batch now; return its arrival."""
@@ -58,7 +58,7 @@ class Leg:
         now_s = self._tasks.clock.now_s
         start_s = max(now_s, wire.free_at_s)
         wire.free_at_s = start_s + cost.occupied_s
-        wire.busy_s += cost.occupied_s
+        self.busy_s += cost.occupied_s
         return self._tasks.after(start_s - now_s + cost.total_s)
 
 
