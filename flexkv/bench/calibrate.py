@@ -7,6 +7,7 @@ beyond the batches is the software's share.
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -18,9 +19,11 @@ from typing import Any
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 from flexkv import plugins
 from flexkv.bench import replay as plane
+from flexkv.bench.rates import codec_rates, prefill_rates
 from flexkv.bench.report import Progress, machine, median
 from flexkv.completion import Completions
 from flexkv.errors import ConfigError, TransferError
@@ -35,10 +38,14 @@ from flexkv.sim.serving.replay import Served, check_config
 from flexkv.traces import TraceRequest
 
 BLOCKS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
-BATCHES = (1, 4, 16, 64, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LARGEST_BYTES = 32 << 20  # of one batch
 _AT_ONCE = 4
-_ROUNDS = 6  # whole gets and puts of each length
+_LENGTHS = (1, 4, 16, 64, 256)  # of whole gets and puts, in blocks
+_ROUNDS = 7  # of each length
+
+_Points = list[tuple[int, float]]  # blocks, seconds beyond the batches
+_WARM = 6  # requests before anything counts
 
 Batch = Callable[[int], Coroutine[Any, Any, None]]  # move so many blocks once
 
@@ -52,14 +59,16 @@ def run(
     block_bytes: Sequence[int] = BLOCKS_BYTES,
     batches: Sequence[int] = BATCHES,
     repeats: int = 7,
+    model: Path | None = None,
 ) -> Calibration:
     """Measure this machine.
 
     Args:
         directory: where a disk tier is made (and removed); default: that for temporary files.
         device, device_options: the device plug-in, as in the configuration.
-        block_bytes: block sizes in bytes, multiples of 4096; the last one is also that of whole
-            gets and puts when it is the only one, else 64 KiB or what is nearest.
+        block_bytes: block sizes in bytes, multiples of 4096; whole gets and puts are of the one
+            nearest to 64 KiB.
+        model: directory of a causal LM whose prefill rate is measured too.
 
     Raises:
         ConfigError: a size is no multiple of 4096, or the plug-in refuses its options.
@@ -88,6 +97,9 @@ def run(
         software = _software(measured, Path(name) / "whole", whole, device, options)
     progress("done", len(sizes) + 1, len(sizes) + 1)
     facts = machine() | {"device": device, "device_options": options, "repeats": repeats}
+    facts["codecs"] = codec_rates(repeats)
+    if model is not None:
+        facts["prefill_tokens_per_s"] = prefill_rates(model)
     return replace(measured, software=software, facts=facts)
 
 
@@ -221,36 +233,28 @@ def _software(
     measured: Calibration, folder: Path, block_bytes: int, device: str, options: Mapping[str, Any]
 ) -> dict[str, Software]:
     """Return what a manager adds to the batches, by kind."""
-    lengths = [count for count in BATCHES if count * block_bytes <= _LARGEST_BYTES]
-    longest = max(lengths)
+    lengths = [count for count in _LENGTHS if count * block_bytes <= _LARGEST_BYTES]
+    longest = max(lengths) + 1
     config = check_config(
         block_bytes=block_bytes,
-        host_blocks=2 * longest,
-        disk_blocks=2 * _ROUNDS * sum(lengths) + 8 * longest,
+        host_blocks=3 * longest,
+        disk_blocks=4 * _ROUNDS * sum(lengths) + 8 * longest,
         directory=folder,
         device=device,
         device_options=dict(options),
     )
-    requests = _requests(lengths, longest)
-    served = plane.replay(config, requests)[len(lengths) + 2 :]
+    served = plane.replay(config, _requests(lengths, longest))[_WARM:]
     costs = {edge: measured.cost_of(edge, block_bytes) for edge in measured.batches}
-    return {
-        "get": _fit(
-            [
-                (s.blocks, s.get_s - costs[HOST, DEVICE](s.blocks).total_s)
-                for s in served
-                if s.matched == s.by_tier.get(HOST, 0) == s.blocks
-            ]
-        ),
-        "get_far": _fit([(s.blocks, _far(s, costs)) for s in served if s.by_tier.get(DISK)]),
-        "put": _fit(
-            [
-                (s.blocks, s.put_s - costs[DEVICE, HOST](s.blocks).total_s)
-                for s in served
-                if s.stored == s.blocks
-            ]
-        ),
-    }
+    near, far, put, more = _Points(), _Points(), _Points(), _Points()
+    for one in served:
+        if one.by_tier.get(DISK):
+            far.append((one.matched, _far(one, costs)))
+        elif one.matched:
+            near.append((one.matched, one.get_s - costs[HOST, DEVICE](one.matched).total_s))
+        if one.stored:
+            seconds = one.put_s - costs[DEVICE, HOST](one.stored).total_s
+            (put if one.stored == one.blocks else more).append((one.blocks, seconds))
+    return {"get": _fit(near), "get_far": _fit(far), "put": _fit(put), "put_more": _fit(more)}
 
 
 def _far(served: Served, costs: Mapping[Edge, CostOf]) -> float:
@@ -262,27 +266,26 @@ def _far(served: Served, costs: Mapping[Edge, CostOf]) -> float:
 
 
 def _requests(lengths: Sequence[int], longest: int) -> list[TraceRequest]:
-    """Prompts of every length: new ones, again while the host has them, again from disk."""
-    texts = [
-        np.arange(length, dtype=np.int64) + number * 2 * longest
-        for number, length in enumerate([*lengths, longest, longest, *(list(lengths) * _ROUNDS)])
-    ]
-    fillers = [
-        np.arange(longest, dtype=np.int64) + (len(texts) + number) * 2 * longest
-        for number in range(2)
-    ]
-    order = [*texts[: len(lengths) + 2]]  # to get warm
-    for text in texts[len(lengths) + 2 :]:
-        order += [text, text]
-    order += fillers
-    for text in texts[len(lengths) + 2 :]:
-        order += [text]
-    return [
-        TraceRequest(float(number), None, len(text), 0, text) for number, text in enumerate(order)
-    ]
+    """Prompts of every length, round by round: new ones, again while the host has them, one block
+    longer; and, when others have driven them out, again from disk.
+    """
+    numbers = itertools.count()
+
+    def text(length: int) -> NDArray[np.int64]:
+        """A prompt that shares nothing, and room behind it for one more block."""
+        return np.arange(length, dtype=np.int64) + next(numbers) * (longest + 1)
+
+    order = [text(longest) for _ in range(_WARM)]
+    for length in lengths:
+        texts = [text(length) for _ in range(_ROUNDS)]
+        for one in texts:
+            order += [one, one, np.append(one, one[-1] + 1)]
+        order += [text(longest) for _ in range(4)]
+        order += texts
+    return [TraceRequest(float(number), None, len(ids), 0, ids) for number, ids in enumerate(order)]
 
 
-def _fit(points: Sequence[tuple[int, float]]) -> Software:
+def _fit(points: _Points) -> Software:
     """Fit base and seconds per block to the medians by length; short ones count more."""
     if not points:
         return Software()

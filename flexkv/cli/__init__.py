@@ -76,6 +76,17 @@ def _bench(context: typer.Context) -> None:
     command(context.args, prog_name="flexkv bench")
 
 
+@app.command("calibrate", **_PASS_ON)
+def _calibrate(context: typer.Context) -> None:
+    """Measure this machine's backends; write a profile that the simulator reads.
+
+    Example: [bold]flexkv calibrate --dir /mnt/nvme --out profile.json[/bold]
+    """
+    from flexkv.cli.calibrate import app as command
+
+    command(context.args, prog_name="flexkv calibrate")
+
+
 @app.command("sim", **_PASS_ON)
 def _sim(context: typer.Context) -> None:
     """Say what a cache would do for a trace: hit rates by policy and capacity, and more.

@@ -9,6 +9,7 @@ import typer
 
 from flexkv.cli import sim_decode
 from flexkv.cli.sim_policies import policy_compare
+from flexkv.cli.sim_check import check
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,3 +28,4 @@ app.command("baseline")(sim_decode.baseline)
 app.command("orchestrated")(sim_decode.orchestrated)
 app.command("compare")(sim_decode.compare)
 app.command("sweep")(sim_decode.sweep)
+app.command("check")(check)

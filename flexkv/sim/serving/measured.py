@@ -48,7 +48,8 @@ class Software:
 @dataclass(frozen=True)
 class Calibration:
     """A machine as measured: batches by edge, bytes per second of many batches at once by edge, and
-    the software's share by kind ("get", "get_far", "put").
+    the software's share by kind ("get"; "get_far", with blocks from a store; "put" of a prompt that
+    is all new; "put_more" of one whose beginning is there).
     """
 
     hardware: HardwareProfile
@@ -59,13 +60,13 @@ class Calibration:
 
     def costs(self, block_bytes: int) -> Costs:
         """Return what moving blocks of `block_bytes` costs."""
-        get, far_get, put = (
-            self.software.get(kind, Software()) for kind in ("get", "get_far", "put")
+        get, far_get, put, more = (
+            self.software.get(kind, Software()) for kind in ("get", "get_far", "put", "put_more")
         )
         return Costs(
             {edge: self.cost_of(edge, block_bytes) for edge in self.batches},
             lambda near, far: (far_get if far else get).seconds(near + far),
-            lambda blocks, new: put.seconds(blocks),
+            lambda blocks, new: (more if new < blocks else put).seconds(blocks),
         )
 
     def cost_of(self, edge: Edge, block_bytes: int) -> CostOf:

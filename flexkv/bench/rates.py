@@ -1,0 +1,68 @@
+"""Rates that `flexkv calibrate` adds to its profile: `codec_rates`, `prefill_rates`."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexkv import plugins
+from flexkv.bench.report import median
+from flexkv.errors import ConfigError
+from flexkv.model import KVSpec
+
+_SPEC = KVSpec.uniform(16, 8, 64, "float16")  # a block of 512 KiB
+_BLOCKS = 16
+
+
+def codec_rates(repeats: int) -> dict[str, Any]:
+    """Return, by installed codec, bytes per second of encoding and decoding (of the plain bytes,
+    on one core) and the ratio.
+    """
+    noise = np.random.default_rng(0).standard_normal(_BLOCKS * _SPEC.block_bytes // 2)
+    source = noise.astype(np.float16).view(np.uint8).reshape(_BLOCKS, _SPEC.block_bytes)
+    found = {}
+    for name in sorted(plugins.available(plugins.CODECS)):
+        codec = plugins.load(plugins.CODECS, name)()
+        encoded = np.empty((_BLOCKS, codec.encoded_bytes(_SPEC)), np.uint8)
+        decoded = np.empty_like(source)
+        seconds: dict[str, list[float]] = {"encode": [], "decode": []}
+        for _ in range(repeats):
+            begun_s = time.perf_counter()
+            codec.encode(_SPEC, source, encoded)
+            seconds["encode"].append(time.perf_counter() - begun_s)
+            begun_s = time.perf_counter()
+            codec.decode(_SPEC, encoded, decoded)
+            seconds["decode"].append(time.perf_counter() - begun_s)
+        found[name] = {
+            "ratio": source.nbytes / encoded.nbytes,
+            **{f"{verb}_bytes_per_s": source.nbytes / median(s) for verb, s in seconds.items()},
+        }
+    return found
+
+
+def prefill_rates(model: Path, lengths: tuple[int, ...] = (128, 512, 1024)) -> dict[str, float]:
+    """Return prefilled tokens per second of a causal LM on this machine's CPU, by prompt length.
+
+    Raises:
+        ConfigError: torch or transformers is missing, or the directory holds no model.
+    """
+    try:
+        torch, transformers = import_module("torch"), import_module("transformers")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(model)).eval()
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(f"no prefill rate of {model}: {error}") from error
+    rates = {}
+    with torch.inference_mode():
+        for length in lengths:
+            prompt = torch.arange(length).remainder(1000)[None]
+            seconds = []
+            for _ in range(3):
+                begun_s = time.perf_counter()
+                loaded(prompt)
+                seconds.append(time.perf_counter() - begun_s)
+            rates[str(length)] = length / median(seconds[1:])
+    return rates
