@@ -1,4 +1,4 @@
-"""The `flexkv` command: `demo`, `doctor`, `bench`, `sim`, `trace`, `disk`; each loads its own."""
+"""The `flexkv` command: `demo`, `doctor`, `bench`, `calibrate`, `sim`, `trace`, `disk`, each loaded late."""
 
 from __future__ import annotations
 

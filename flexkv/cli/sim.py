@@ -10,6 +10,7 @@ import typer
 from flexkv.cli import sim_decode
 from flexkv.cli.sim_policies import policy_compare
 from flexkv.cli.sim_check import check
+from flexkv.cli.sim_serving import plan, serve, sweep_capacity
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,3 +30,6 @@ app.command("orchestrated")(sim_decode.orchestrated)
 app.command("compare")(sim_decode.compare)
 app.command("sweep")(sim_decode.sweep)
 app.command("check")(check)
+app.command("serve")(serve)
+app.command("sweep-capacity")(sweep_capacity)
+app.command("plan")(plan)

@@ -87,7 +87,7 @@ def check(
                 directory=Path(name) / "tier",
                 device=device,
                 device_options=yaml.safe_load(device_options) or {},
-                **_pairs(settings or []),
+                **pairs(settings or []),
             )
             measured, simulated = _both(config, chosen, costs)
     difference = first_difference(measured, simulated)
@@ -126,14 +126,15 @@ def _both(
     return measured, simulated
 
 
-def _pairs(words: list[str]) -> dict[str, Any]:
-    pairs = {}
+def pairs(words: list[str]) -> dict[str, Any]:
+    """Turn NAME=VALUE words into settings; values are read as YAML."""
+    found = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             raise typer.BadParameter(f"{word!r}: write NAME=VALUE")
-        pairs[name] = yaml.safe_load(value)
-    return pairs
+        found[name] = yaml.safe_load(value)
+    return found
 
 
 def _within(errors: Errors) -> bool:

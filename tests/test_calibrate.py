@@ -1,0 +1,144 @@
+"""What is measured is written, read again, and used as it is; errors of times are as defined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_traces import made_requests
+from typer.testing import CliRunner
+
+from flexkv.bench.calibrate import run
+from flexkv.cli.calibrate import app as calibrate_app
+from flexkv.cli.sim import app as sim_app
+from flexkv.errors import ConfigError
+from flexkv.model import DEVICE, DISK, HOST
+from flexkv.sim.profiles import HardwareProfile, hardware, read_profile
+from flexkv.sim.serving.compare import latency_errors
+from flexkv.sim.serving.measured import Calibration, Sample, Software
+from flexkv.sim.serving.replay import EDGES, Served, check_config, replay
+from flexkv.traces import Trace, write_trace
+
+
+@pytest.fixture
+def made() -> Calibration:
+    samples = [
+        *(Sample(4096, n, 0.001 + n * 0.0001) for n in (1, 4, 16)),
+        *(Sample(16384, n, 0.001 + n * 0.0004) for n in (1, 4, 16)),
+    ]
+    return Calibration(
+        HardwareProfile("made", hardware("h100").tiers, hardware("h100").links),
+        dict.fromkeys(EDGES, samples),
+        dict.fromkeys(EDGES, 8192 / 0.0002),
+        {"get": Software(0.01, 0.001), "put": Software(0.02), "put_more": Software(0.03)},
+        {"cpu": "made"},
+    )
+
+
+def test_a_profile_is_read_as_it_was_written(made: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    made.write(path)
+    again = Calibration.read(path)
+    assert again.batches == made.batches
+    assert again.bytes_per_s == made.bytes_per_s
+    assert again.software == made.software
+    # other parts of the simulator read the same file
+    assert read_profile(path).tiers["dram"] == made.hardware.tiers["dram"]
+
+
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"name": "other"}')
+    with pytest.raises(ConfigError, match="was not written by `flexkv calibrate`"):
+        Calibration.read(path)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "blocks", "total_s"),
+    [
+        (4096, 4, 0.0014),  # as measured
+        (4096, 10, 0.0020),  # between two batches
+        (8192, 4, 0.0014 + (0.0026 - 0.0014) / 3),  # a third of the way to the larger block
+        (4096, 64, 0.0026 + 48 * 0.0001),  # beyond the largest batch, at its slope
+        (16384, 64, 0.0074 + 48 * 0.0004),
+    ],
+)
+def test_costs_follow_the_samples(
+    made: Calibration, block_bytes: int, blocks: int, total_s: float
+) -> None:
+    cost = made.cost_of((HOST, DEVICE), block_bytes)(blocks)
+    assert cost.total_s == pytest.approx(total_s)
+    assert cost.occupied_s == pytest.approx(blocks * block_bytes / (8192 / 0.0002))
+
+
+def test_a_replay_takes_what_batches_and_software_take(made: Calibration) -> None:
+    config = check_config(block_bytes=4096, host_blocks=64, disk_blocks=64)
+    requests = made_requests(1, 2)
+    requests[1] = requests[0]
+    blocks = len(requests[0].block_ids)
+    first, second = replay(config, requests, made.costs(4096))
+    batch_s = 0.001 + blocks * 0.0001
+    assert first.put_s == pytest.approx(batch_s + 0.02)
+    assert second.get_s == pytest.approx(batch_s + 0.01 + blocks * 0.001)
+    assert first.settle_s == pytest.approx(max(0.0, batch_s - 0.02))  # the spill, beside the end
+
+
+def test_errors_of_times_are_as_defined() -> None:
+    def served(number: int, get_s: float) -> Served:
+        return Served(number, 4, matched=4, by_tier={HOST: 4}, get_s=get_s)
+
+    measured = [served(i, 0.010) for i in range(4)]
+    said = [served(i, get_s) for i, get_s in enumerate((0.011, 0.009, 0.010, 0.012))]
+    get = next(one for one in latency_errors(measured, said) if one.name == "get, all from host")
+    assert get.requests == 4
+    assert get.mape == pytest.approx((0.1 + 0.1 + 0.0 + 0.2) / 4)
+    assert get.mpe == pytest.approx((0.1 - 0.1 + 0.0 + 0.2) / 4)
+    assert get.p50 == pytest.approx(0.1)
+    assert get.of_p50 == pytest.approx(float(np.median([0.011, 0.009, 0.010, 0.012])) / 0.010 - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_a_machine_is_measured(tmp_path: Path, device: str) -> None:
+    options = {"host_tensors": True} if device == "simulated" else {}
+    found = run(
+        lambda *_: None,
+        directory=tmp_path,
+        device=device,
+        device_options=options,
+        block_bytes=[4096],
+        batches=[1, 8],
+        repeats=1,
+    )
+    assert set(found.batches) == set(EDGES)
+    assert all(sample.seconds > 0 for edge in EDGES for sample in found.batches[edge])
+    assert found.bytes_per_s[DISK, HOST] > 0
+    assert set(found.software) == {"get", "get_far", "put", "put_more"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_that_are_no_pages_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiples of 4096, got"):
+        run(lambda *_: None, block_bytes=[1000])
+
+
+def test_the_commands_measure_check_and_plan(tmp_path: Path) -> None:
+    runner, profile, path = CliRunner(), tmp_path / "profile.json", tmp_path / "trace.jsonl.gz"
+    requests = made_requests(5, 60)
+    blocks = sum(len(one.block_ids) for one in requests)
+    write_trace(Trace("made", 16, requests, 100, blocks), path)
+    measure = ["--out", str(profile), "--dir", str(tmp_path), "--block-kib", "4", "--repeats", "1"]
+    assert runner.invoke(calibrate_app, measure).exit_code == 0
+    where = ["--trace", str(path), "--json"]
+    sizes = ["--host-blocks", "16", "--disk-blocks", "40", "--dir", str(tmp_path)]
+    checked = runner.invoke(sim_app, ["check", *where, *sizes, "--profile", str(profile)])
+    assert checked.exit_code == 0, checked.output
+    answer = json.loads(checked.stdout)
+    assert answer["equal"] is True
+    assert {one["name"] for one in answer["latency"]} >= {"put", "end to end"}
+    served = runner.invoke(sim_app, ["serve", *where, "--host", "20", "--disk", "50%"])
+    assert served.exit_code == 0, served.output
+    assert json.loads(served.stdout)["results"][0]["ttft_ms"]["p95"] > 0
+    impossible = ["plan", *where, "--ttft-ms", "0.001", "--host", "20", "--steps", "1"]
+    assert runner.invoke(sim_app, impossible).exit_code == 1

@@ -1,0 +1,196 @@
+"""The serving simulator against closed forms, its books against planted errors, plans by trial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_traces import made_requests
+
+from flexkv.errors import ConservationError, InputError
+from flexkv.model import DEVICE, DISK, HOST
+from flexkv.sim.compute import ComputeModel, shape
+from flexkv.sim.profiles import hardware
+from flexkv.sim.serving.engine import Edge
+from flexkv.sim.serving.legs import Cost, CostOf, Leg
+from flexkv.sim.serving.prices import Prices
+from flexkv.sim.serving.replay import Costs, check_config
+from flexkv.sim.serving.serve import Report, serve
+from flexkv.sim.serving.sizing import Setup, hardware_costs, plan, sweep
+from flexkv.traces import Trace, TraceRequest
+
+BLOCK, TOKENS = 4096, 16
+COPY_S, READ_S, LATENCY_S = 0.010, 0.025, 0.002  # of a block; of a batch
+
+
+def line(block_s: float) -> CostOf:
+    return lambda blocks: Cost(blocks * block_s, LATENCY_S + blocks * block_s)
+
+
+COSTS: dict[Edge, CostOf] = {
+    (HOST, DEVICE): line(COPY_S),
+    (DEVICE, HOST): line(COPY_S),
+    (DISK, HOST): line(READ_S),
+    (HOST, DISK): line(READ_S),
+}
+
+
+def per_token(new: int, past: int) -> float:
+    """A millisecond per new token."""
+    return new / 1e3
+
+
+def request(at_s: float, *ids: int) -> TraceRequest:
+    return TraceRequest(at_s * 1e3, None, len(ids) * TOKENS + 8, 5, np.array(ids, np.int64))
+
+
+def trace_of(requests: list[TraceRequest]) -> Trace:
+    accesses = sum(len(one.block_ids) for one in requests)
+    return Trace("made", TOKENS, requests, accesses, accesses)
+
+
+def run(requests: list[TraceRequest], *, chunk: int = 64, **more: Any) -> Report:
+    sizes = {"host_blocks": 16, "disk_blocks": 64} | {
+        name: more.pop(name) for name in ("host_blocks", "disk_blocks", "spill") if name in more
+    }
+    config = check_config(block_bytes=BLOCK, chunk_bytes=chunk * BLOCK, **sizes)
+    names = [name for name in more if name in type(config).model_fields]
+    config = config.model_copy(update={name: more.pop(name) for name in names})
+    return serve(config, trace_of(requests), Costs(COSTS), per_token, **more)
+
+
+def test_a_miss_takes_the_prefill_and_a_hit_the_copy_and_the_rest() -> None:
+    cold, warm = run([request(0, *range(8)), request(100, *range(8))]).responses
+    assert cold.ttft_s == pytest.approx(8 * 0.016 + 0.008)
+    assert warm.by_tier == {"host": 8}
+    assert warm.ttft_s == pytest.approx(LATENCY_S + 8 * COPY_S + 0.008)
+    assert warm.exposed_s == pytest.approx(LATENCY_S + 8 * COPY_S)
+    assert warm.hidden_s == 0
+
+
+@pytest.mark.parametrize("chunk", [2, 4, 8])
+@pytest.mark.parametrize("lane", ["a chunk", "everything"])
+def test_chunks_from_disk_overlap_with_copies_as_in_a_flow_shop(chunk: int, lane: str) -> None:
+    # the second prompt fills the host, so that the first is on disk only
+    wide = [request(0, *range(8)), request(100, *range(100, 108)), request(200, *range(8))]
+    in_flight = {} if lane == "a chunk" else {"device_bytes_in_flight": 1 << 28}
+    last = run(wide, chunk=chunk, host_blocks=8, **in_flight).responses[-1]
+    assert last.by_tier == {"host": 0, "disk": 8}
+    # reads follow each other on the wire, with a latency each where a lane takes one chunk at a
+    # time, with one in all where they overlap; the last chunk's copy comes behind its own read
+    latencies = 8 // chunk if lane == "a chunk" else 1
+    assert last.load_s == pytest.approx(
+        8 * READ_S + latencies * LATENCY_S + LATENCY_S + chunk * COPY_S
+    )
+
+
+def test_a_load_beside_other_work_is_hidden_and_alone_it_is_exposed() -> None:
+    requests = [request(0, *range(8)), request(100, *range(50, 90)), request(100, *range(8))]
+    _, busy, other = run(requests, host_blocks=64).responses
+    assert busy.prefill_s > other.load_s
+    assert other.hidden_s == pytest.approx(LATENCY_S + 8 * COPY_S)
+    assert other.exposed_s == 0
+    assert other.queue_s == pytest.approx(busy.prefill_s - other.load_s)
+    # with a second accelerator nobody waits, and the same load is seen
+    _, _, alone = run(requests, host_blocks=64, accelerators=2).responses
+    assert alone.exposed_s == pytest.approx(LATENCY_S + 8 * COPY_S)
+    assert alone.queue_s == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    host=st.integers(12, 30),
+    disk=st.integers(0, 50),
+    spill=st.sampled_from(["through", "on_evict", "never"]),
+    speed=st.sampled_from([0.1, 1.0, 20.0]),
+    accelerators=st.integers(1, 3),
+)
+def test_the_books_balance_whatever_arrives(
+    seed: int, host: int, disk: int, spill: str, speed: float, accelerators: int
+) -> None:
+    report = run(
+        made_requests(seed, 40),
+        chunk=3,
+        host_blocks=host,
+        disk_blocks=disk,
+        spill=spill,
+        speed=speed,
+        accelerators=accelerators,
+    )  # holds its own books; the sums that a reader makes must agree too
+    figures = report.as_json()
+    assert sum(figures["hit_percent"].values()) <= 100 + 1e-9
+    for one in report.responses:
+        parts_s = one.exposed_s + one.hidden_s + one.queue_s + one.prefill_s
+        assert parts_s == pytest.approx(one.ttft_s, abs=1e-6)
+        assert sum(one.by_tier.values()) == one.matched <= one.blocks
+        assert min(one.exposed_s, one.hidden_s, one.queue_s, one.prefill_s) > -1e-9
+
+
+def test_a_leg_that_loses_bytes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = Leg.move
+
+    def losing(leg: Leg, blocks: int) -> Any:
+        leg.blocks -= 1
+        return move(leg, blocks)
+
+    monkeypatch.setattr(Leg, "move", losing)
+    with pytest.raises(ConservationError, match="were moved"):
+        run([request(0, *range(8))])
+
+
+def test_a_trace_without_requests_is_refused() -> None:
+    with pytest.raises(InputError, match="0 requests for 1 accelerators"):
+        run([])
+
+
+# sizes and prices
+
+
+def setup() -> Setup:
+    machine, tokens = hardware("h100"), 512
+    compute = ComputeModel(
+        shape("llama-3.1-8b"), machine.flops_per_s, machine.tiers["hbm"].read_bytes_per_s
+    )
+    requests = [
+        TraceRequest(one.timestamp_ms, None, len(one.block_ids) * tokens + 3, 5, one.block_ids)
+        for one in made_requests(3, 60)
+    ]
+    accesses = sum(len(one.block_ids) for one in requests)
+    block_bytes = int(compute.model.kv_bytes_per_token()) * tokens
+    trace = Trace("made", tokens, requests, accesses, accesses)
+    return Setup(trace, compute, hardware_costs(machine, block_bytes))
+
+
+def test_a_plan_is_the_smallest_disk_that_a_search_of_all_sizes_finds() -> None:
+    made, host = setup(), 14
+    trials = list(sweep(made, [host], range(33), lambda *_: None))
+    ttft_s = [trial.report.ttft_s(80) for trial in trials]
+    assert ttft_s[32] < ttft_s[0]
+    limit_s = (ttft_s[0] + ttft_s[32]) / 2
+    found = plan(made, limit_s, percent=80, host_blocks=[host], most_disk_blocks=32, steps=10)
+    assert found.best is not None
+    # the one below it is not within the limit: a border, and the first one if TTFT falls steadily
+    border = found.best.disk_blocks
+    assert ttft_s[border] <= limit_s < ttft_s[border - 1]
+    costs = [trial.usd_per_hour for trial in found.pareto()]
+    assert costs == sorted(costs)
+
+
+def test_a_limit_that_nothing_keeps_has_no_plan() -> None:
+    found = plan(setup(), 1e-9, host_blocks=[14], most_disk_blocks=32)
+    assert found.best is None
+    assert len(found.trials) == 2
+
+
+def test_prices_add_up() -> None:
+    prices = Prices(2.0, dram_usd_per_gb=10.0, disk_usd_per_gb=0.1, years=1.0)
+    hourly = prices.usd_per_hour(3, 100e9, 5000e9)
+    assert hourly == pytest.approx(3 * 2.0 + (1000 + 500) / 8766)
+    spent = prices.usd_per_mtoken(
+        2_000_000, 7200, accelerators=3, host_bytes=100e9, disk_bytes=5000e9
+    )
+    assert spent == pytest.approx(hourly * 2 / 2)
