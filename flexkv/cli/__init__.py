@@ -1,4 +1,4 @@
-"""The `flexkv` command: `demo`, `doctor`, `bench`, `calibrate`, `sim`, `trace`, `disk`, each loaded late."""
+"""The `flexkv` command: `demo`, `doctor`, `bench`, `calibrate`, `sim`, `trace`, `disk`."""
 
 from __future__ import annotations
 
