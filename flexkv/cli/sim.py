@@ -8,8 +8,8 @@ from __future__ import annotations
 import typer
 
 from flexkv.cli import sim_decode
-from flexkv.cli.sim_policies import policy_compare
 from flexkv.cli.sim_check import check
+from flexkv.cli.sim_policies import policy_compare
 from flexkv.cli.sim_serving import plan, serve, sweep_capacity
 
 app = typer.Typer(

@@ -5,8 +5,8 @@ side; `flexkv.bench.replay` is the data plane's) - `Served` (what was done for o
 
 The protocol that makes both sides comparable to the last block: a request is a get, then a put of
 the same blocks; behind each of them comes everything that follows from it (spills, saves, discards)
-until nothing is under way. The brain's time is that of the trace. One chunk is in flight per lane,
-so that chunks are booked in their order.
+until nothing is under way. The brain's time is that of the trace. A lane takes one op, or one chunk
+of it, at a time, so that they are booked in their order.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_config(
         disk_cache_bytes=disk_blocks * block_bytes,
         disk_dirs=(directory or Path("flexkv_ssd"),),
         chunk_bytes=max(chunk_bytes, block_bytes),
-        device_bytes_in_flight=max(chunk_bytes, block_bytes),
+        device_bytes_in_flight=1,  # more than fits has a lane alone
         **settings,
     )
 
