@@ -25,6 +25,7 @@ from flexkv.cli.trace_files import (
     TokensPerBlock,
     complaints,
     print_json,
+    progress_bar,
     read,
     showing,
     stats_tables,
@@ -168,6 +169,63 @@ def record(
     with showing():
         code = run(out, command, as_json)
     raise typer.Exit(code)
+
+
+@app.command()
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Trace to replay.")],
+    host: Annotated[str, typer.Option(help="Host tier: 10% of the distinct blocks, or 2GiB.")] = (
+        "10%"
+    ),
+    disk: Annotated[str, typer.Option(help="Disk tier, likewise; 0% has none.")] = "0%",
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where the files of the disk tier are made.")
+    ] = None,
+    block_bytes: Annotated[int, typer.Option(help="Bytes that stand for one block.")] = 4096,
+    policy: Annotated[str, typer.Option(help="Eviction policy of every tier.")] = "lru",
+    speed: Annotated[
+        float, typer.Option(help="So many times as fast as it was; 0: as fast as possible.")
+    ] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="Requests under way at once.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Replay the first so many requests.")] = None,
+    format: Format = None,
+    tokens_per_block: TokensPerBlock = None,
+    coarsen: Coarsen = 1,
+    strict: Strict = False,
+    fill: Fill = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace through a real KV manager: hits, bytes, evictions and latencies.
+
+    Every request is a get and then a put of its prompt. The device is host memory (backend cpu).
+
+    Example: [bold]flexkv trace replay trace.jsonl.gz --host 5% --disk 20% --dir /mnt/nvme[/bold]
+    """
+    from flexkv.bench.trace_replay import ReplaySetup
+    from flexkv.bench.trace_replay import replay as run
+    from flexkv.cli.trace_replay import blocks_of, result_table
+
+    trace = read(path, format, tokens_per_block, coarsen, strict, fill, None, 4.0, seed)
+    if limit is not None:
+        trace = trace.first(limit)
+    with showing(), progress_bar(f"replaying {trace.name}") as report:
+        stride = ReplaySetup(1, block_bytes=block_bytes).spec.stride_bytes
+        setup = ReplaySetup(
+            blocks_of(host, trace.distinct, stride, "--host"),
+            blocks_of(disk, trace.distinct, stride, "--disk"),
+            block_bytes,
+            directory,
+            policy,
+            speed,
+            concurrency,
+        )
+        found = run(trace, setup, report)
+    if as_json:
+        print_json(found)
+    else:
+        Console().print(result_table(found))
+    complaints(trace.malformed)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,12 @@ class Trace:
     distinct: int
     accesses: int
     malformed: Sequence[Malformed] = field(default=())
+
+    def first(self, count: int) -> Trace:
+        """Return the trace of the first `count` requests."""
+        requests = self.requests[:count]
+        ids = np.concatenate([request.block_ids for request in requests] or [np.empty(0, np.int64)])
+        return replace(self, requests=requests, distinct=len(np.unique(ids)), accesses=len(ids))
 
 
 def block_keys(ids: Ids) -> KeyArray:
