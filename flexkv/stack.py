@@ -32,6 +32,8 @@ from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
 from flexkv.traces.recording import Recorder, unused
 
+ASKED_AGAIN_S = 1.0  # engines ask in every step, for a request that has to wait
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
@@ -168,7 +170,7 @@ async def _open(
     events = EventLog(ledger.index, config.event_queue_blocks, dropped)
     closer.callback(events.close)
     if config.trace_path is not None:
-        recorder = Recorder(telemetry, spec.tokens_per_block)
+        recorder = Recorder(telemetry, spec.tokens_per_block, repeats_s=ASKED_AGAIN_S)
         closer.push_async_callback(_save, recorder, config.trace_path)
     return Stack(
         spec,

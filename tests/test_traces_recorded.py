@@ -57,6 +57,18 @@ async def test_namespaces_do_not_share_blocks() -> None:
     assert ids == [[0, 1], [2, 3], [0, 1]]
 
 
+async def test_a_request_that_is_asked_for_again_while_it_waits_is_one() -> None:
+    async with open_rig() as rig:
+        recorder = Recorder(rig.kv.telemetry, rig.kv.tokens_per_block, repeats_s=3600)
+        for name in (1, 1, 2, 1):
+            rig.kv.get_match(prompt(name, 2)).cancel()
+        assert len(recorder) == 2
+        rig.kv.get_match([*prompt(1, 2), 3]).cancel()  # a longer prompt
+        await rig.put(prompt(2, 2))
+        rig.kv.get_match(prompt(2, 2)).cancel()  # its answer is there
+        assert len(recorder) == 4
+
+
 async def test_what_is_kept_is_limited_and_one_records_at_a_time() -> None:
     async with open_rig() as rig:
         recorder = Recorder(rig.kv.telemetry, rig.kv.tokens_per_block, max_blocks=3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -42,11 +43,19 @@ class Recorder:
     """
 
     def __init__(
-        self, telemetry: Watched, tokens_per_block: int, *, max_blocks: int = MAX_BLOCKS
+        self,
+        telemetry: Watched,
+        tokens_per_block: int,
+        *,
+        max_blocks: int = MAX_BLOCKS,
+        repeats_s: float = 0.0,
     ) -> None:
         """Listen to a manager by its `kv.telemetry`.
 
-        `max_blocks` limits what is kept; later requests are counted in `lost`.
+        Args:
+            max_blocks: limits what is kept; later requests are counted in `lost`.
+            repeats_s: a get of the same prompt, this soon after the last one and before any put of
+                it, is the same request: schedulers ask again while a request waits.
 
         Raises:
             InputError: somebody else listens already.
@@ -54,10 +63,11 @@ class Recorder:
         if telemetry.on_request is not None:
             raise InputError("this manager is recorded already; one recorder at a time")
         self._telemetry, self.tokens_per_block = telemetry, tokens_per_block
-        self.max_blocks = max_blocks
+        self.max_blocks, self._repeats_s = max_blocks, repeats_s
         self.lost = 0
         self._numbers: dict[bytes, int] = {}
         self._times_s, self._inputs, self._outputs = array("d"), array("q"), array("q")
+        self._waiting_s = array("d")  # when a request was last asked for; -inf: it was put
         self._ids, self._ends = array("q"), array("q", [0])
         self._open: dict[int, int] = {}  # last block of a prompt -> its latest request
         telemetry.on_request = self._asked
@@ -90,7 +100,8 @@ class Recorder:
 
     def _asked(self, kind: str, tokens: int, keys: KeyArray, now_s: float) -> None:
         names: list[bytes] = keys.view("V16").ravel().tolist()
-        if kind not in ("get", "put") or (kind == "put" and self._answered(tokens, names)):
+        known = {"get": self._repeated, "put": self._answered}.get(kind)
+        if known is None or known(tokens, names, now_s):
             return
         if len(self._ids) + len(names) > self.max_blocks:
             self.lost += 1
@@ -100,18 +111,31 @@ class Recorder:
         if ids:
             self._open[ids[-1]] = len(self)
         self._times_s.append(now_s)
+        self._waiting_s.append(now_s)
         self._inputs.append(tokens)
         self._outputs.append(0)
         self._ids.fromlist(ids)
         self._ends.append(len(self._ids))
 
-    def _answered(self, tokens: int, names: list[bytes]) -> bool:
+    def _repeated(self, tokens: int, names: list[bytes], now_s: float) -> bool:
+        """Whether a get is one that waits already."""
+        last = self._numbers.get(names[-1], -1) if names else -1
+        request = self._open.get(last)
+        if request is None or self._inputs[request] != tokens:
+            return False
+        if now_s - self._waiting_s[request] >= self._repeats_s:
+            return False
+        self._waiting_s[request] = now_s
+        return True
+
+    def _answered(self, tokens: int, names: list[bytes], now_s: float) -> bool:
         """Whether a put belongs to a request that is known; note the length of its answer."""
         for name in reversed(names):
             request = self._open.get(self._numbers.get(name, -1))
             if request is not None and self._inputs[request] <= tokens:
                 answer = tokens - self._inputs[request]
                 self._outputs[request] = max(self._outputs[request], answer)
+                self._waiting_s[request] = -inf
                 return True
         return False
 
