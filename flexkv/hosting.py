@@ -328,9 +328,10 @@ class Host:
         try:
             stack.plans.cancel_all()
             with in_time(self._config.settle_timeout_ms, "not everything is forgotten"):
-                await self._settle(stack)
-                while self.stack().spiller.busy:  # somebody asked for durability meanwhile
+                while True:
                     await self._settle(stack)
+                    if not self.stack().spiller.busy:  # nobody asked for durability meanwhile
+                        break
                 stack.ledger.forget_everything()
                 stack.discarder.wake()
                 await stack.discarder.drained()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import made
 from engines import BLOCK, Engine, connector, prompt
-from test_offline import ANSWER, LONG, WHOLE, check_idle, reuse
+from test_offline import ANSWER, LONG, WHOLE, check_idle, on_disk, reload_after_a_crash, reuse
 from test_server import reuse as through_server
 from test_server import serve
 
@@ -51,22 +51,8 @@ def test_a_prompt_of_a_hybrid_model_comes_back_and_so_does_what_prompts_share(
 
 
 def test_a_hybrid_prompt_comes_back_from_disk_after_a_crash(hybrid: Path, tmp_path: Path) -> None:
-    tokens = prompt(LONG, 4)
-    settings = {
-        "disk_cache_bytes": "64MiB",
-        "disk_dirs": [str(tmp_path / "ssd")],
-        "model": "hybrid",
-    }
-    with Engine(hybrid, connector(**settings)) as engine:
-        cold = engine.generate(prompts=[tokens], tokens=ANSWER)
-        assert engine.settle()
-        assert engine.usage()["disk"]["resident"] > WHOLE // BLOCK
-        engine.kill()
-    with Engine(hybrid, connector(**settings)) as engine:
-        again = engine.generate(prompts=[tokens], tokens=ANSWER)
-        assert again["cached"] == [WHOLE]
-        assert again["tokens"] == cold["tokens"]
-        check_idle(engine)
+    settings = on_disk(tmp_path / "ssd", "hybrid")
+    reload_after_a_crash(hybrid, prompt(LONG, 4), settings, WHOLE // BLOCK + 1)
 
 
 def test_preemption_aborts_and_failed_loads_change_no_answer_of_a_hybrid_model(

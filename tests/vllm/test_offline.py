@@ -30,6 +30,31 @@ def reuse(engine: Any, tokens: list[int]) -> list[int]:
     return answer
 
 
+def reload_after_a_crash(
+    model: Path, tokens: list[int], settings: dict[str, Any], blocks: int
+) -> list[list[int]]:
+    """Compute a prompt, kill the engine when `blocks` are on disk, and let another one reload it:
+    the same answer, which is returned.
+    """
+    with Engine(model, connector(**settings)) as engine:
+        cold = engine.generate(prompts=[tokens], tokens=ANSWER)
+        assert engine.settle()
+        assert engine.usage()["disk"]["resident"] >= blocks
+        engine.kill()
+    with Engine(model, connector(**settings)) as engine:
+        again = engine.generate(prompts=[tokens], tokens=ANSWER)
+        assert again["cached"] == [WHOLE]
+        assert again["tokens"] == cold["tokens"]
+        check_idle(engine)
+    answers: list[list[int]] = cold["tokens"]
+    return answers
+
+
+def on_disk(path: Path, model: str) -> dict[str, Any]:
+    """Settings of a connector with a disk tier."""
+    return {"disk_cache_bytes": "64MiB", "disk_dirs": [str(path)], "model": model}
+
+
 @pytest.mark.parametrize(
     ("how", "load"),
     [(MODULE, "async"), (MODULE, "sync"), (BUILT_IN, "async")],
@@ -86,26 +111,12 @@ def test_salts_keep_tenants_apart_and_spoilt_host_bytes_would_be_noticed(tiny: P
 def test_after_a_crash_the_prompt_comes_back_from_disk_and_damage_is_recomputed(
     tiny: Path, tmp_path: Path
 ) -> None:
-    tokens = prompt(LONG, 4)
-    settings = {
-        "disk_cache_bytes": "64MiB",
-        "disk_dirs": [str(tmp_path / "ssd")],
-        "model": "tiny",
-    }
-    with Engine(tiny, connector(**settings)) as engine:
-        cold = engine.generate(prompts=[tokens], tokens=ANSWER)
-        assert engine.settle()
-        assert engine.usage()["disk"]["resident"] >= WHOLE // BLOCK
-        engine.kill()
-    with Engine(tiny, connector(**settings)) as engine:
-        again = engine.generate(prompts=[tokens], tokens=ANSWER)
-        assert again["cached"] == [WHOLE]
-        assert again["tokens"] == cold["tokens"]
-        check_idle(engine)
+    tokens, settings = prompt(LONG, 4), on_disk(tmp_path / "ssd", "tiny")
+    answers = reload_after_a_crash(tiny, tokens, settings, WHOLE // BLOCK)
     spoil(tmp_path / "ssd")
     with Engine(tiny, connector(**settings)) as engine:
         again = engine.generate(prompts=[tokens], tokens=ANSWER)
-        assert again["tokens"] == cold["tokens"]
+        assert again["tokens"] == answers
         counters = engine.counters()
         assert sum(counters["damaged_blocks"].values()) == 1
         check_idle(engine)

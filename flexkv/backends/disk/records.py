@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -68,31 +68,24 @@ class Crew:
 
     def begin_checksums(self, slots: SlotIds, keys: KeyArray) -> Checksums:
         """Start the checksums of arena `slots`, each seeded by its key."""
-        sums = np.zeros(len(slots), np.uint64)
-        slots = np.ascontiguousarray(slots, np.uint32)
-        job = Checksums(None, slots, np.ascontiguousarray(keys, np.uint64), sums, self)
+        job = self._job(slots, keys)
         ticket = self._take_ticket((job, self._arena))
-        queued = lib.fx_crew_checksum(
-            self._completions.crew,
-            self._arena.base,
-            self._arena.stride_bytes,
-            pointer("uint32_t", job.slots),
-            self._block_bytes,
-            pointer("uint64_t", job.keys),
-            len(job.slots),
-            pointer("uint64_t", job.sums),
-            ticket.number,
-        )
+        arguments = (*self._checksum_arguments(job), ticket.number)
+        queued = lib.fx_crew_checksum(self._completions.crew, *arguments)
         if queued < 0:
             self._completions.fail(ticket, -queued)
         else:
             job.ticket = ticket
         return job
 
-    async def checksums_in_thread(self, job: Checksums) -> None:
-        """Do the work of `job` in our own thread."""
-        await anyio.to_thread.run_sync(
-            lib.fx_checksum_blocks,
+    def _job(self, slots: SlotIds, keys: KeyArray) -> Checksums:
+        slots = np.ascontiguousarray(slots, np.uint32)
+        keys = np.ascontiguousarray(keys, np.uint64)
+        return Checksums(None, slots, keys, np.zeros(len(slots), np.uint64), self)
+
+    def _checksum_arguments(self, job: Checksums) -> tuple[Any, ...]:
+        """What fx_checksum_blocks takes; valid as long as `job` lives."""
+        return (
             self._arena.base,
             self._arena.stride_bytes,
             pointer("uint32_t", job.slots),
@@ -100,8 +93,12 @@ class Crew:
             pointer("uint64_t", job.keys),
             len(job.slots),
             pointer("uint64_t", job.sums),
-            limiter=self._limiter,
         )
+
+    async def checksums_in_thread(self, job: Checksums) -> None:
+        """Do the work of `job` in our own thread."""
+        arguments = self._checksum_arguments(job)
+        await anyio.to_thread.run_sync(lib.fx_checksum_blocks, *arguments, limiter=self._limiter)
 
     async def write_records(
         self, fds: NDArray[np.int32], offsets: NDArray[np.uint64], records: NDArray[np.void]

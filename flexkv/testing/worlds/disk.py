@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
@@ -20,7 +21,7 @@ from flexkv.backends.disk import DiskBackend
 from flexkv.backends.disk import format as disk_format
 from flexkv.backends.disk.engines import Moves
 from flexkv.backends.disk.files import Directory
-from flexkv.backends.disk.format import RECORD, Geometry, Superblock, pointer
+from flexkv.backends.disk.format import RECORD, Geometry, Superblock
 from flexkv.backends.disk.records import Checksums, Crew
 from flexkv.backends.disk.recovery import Opening, Store
 from flexkv.backends.disk.settings import DiskSettings
@@ -186,26 +187,14 @@ class _PlatterCrew(Crew):
         self, hardware: Hardware, platter: Platter, services: Services, block_bytes: int
     ) -> None:
         super().__init__(services.completions, services.arena, block_bytes)
-        self._hardware, self._platter, self._size = hardware, platter, block_bytes
+        self._hardware, self._platter = hardware, platter
 
     def begin_checksums(self, slots: SlotIds, keys: KeyArray) -> Checksums:
-        slots = np.ascontiguousarray(slots, np.uint32)
-        keys = np.ascontiguousarray(keys, np.uint64)
-        job = Checksums(None, slots, keys, np.zeros(len(slots), np.uint64), self)
-        reads = [("host", slot) for slot in slots.tolist()]
-        job.ticket = self._hardware.start("checksum", reads, (), lambda: self._compute(job))
+        job = self._job(slots, keys)
+        reads = [("host", slot) for slot in job.slots.tolist()]
+        compute = partial(lib.fx_checksum_blocks, *self._checksum_arguments(job))
+        job.ticket = self._hardware.start("checksum", reads, (), compute)
         return job
-
-    def _compute(self, job: Checksums) -> None:
-        lib.fx_checksum_blocks(
-            self._arena.base,
-            self._arena.stride_bytes,
-            pointer("uint32_t", job.slots),
-            self._size,
-            pointer("uint64_t", job.keys),
-            len(job.slots),
-            pointer("uint64_t", job.sums),
-        )
 
     async def write_records(
         self, fds: NDArray[np.int32], offsets: NDArray[np.uint64], records: NDArray[np.void]
