@@ -4,33 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from toy_accelerator import TOY, ToyBackend, ToyHarness, ToyTensor
+from installed import install
+from toy_accelerator import TOY, ToyBackend, ToyTensor
 
+from flexkv import plugins
 from flexkv.backends.torch_device import TorchDeviceBackend
 from flexkv.completion import Completions
 from flexkv.errors import ConfigError, LayoutError
 from flexkv.memory import Arena
 from flexkv.model import Identity, KVSpec
 from flexkv.protocols import BlockCopy, Region, Services
-from flexkv.testing import DeviceBackendTests
 
 pytestmark = pytest.mark.torch
 SPEC = KVSpec.uniform(2, 2, 16, "float16", tokens_per_block=4)
 
 
-class TestToy(DeviceBackendTests):
-    """The whole kit, with streams that lag behind."""
-
-    @pytest.fixture
-    def harness(self) -> ToyHarness:
-        return ToyHarness(ToyBackend)
+@pytest.mark.timeout(300)
+def test_the_kit_verifies_a_torch_device_by_name_from_anywhere(tmp_path: Path) -> None:
+    """A package of a dozen lines, installed; its streams lag behind."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    install(site, "toy", {"toy": "toy_accelerator:ToyBackend"}, {}, plugins.BACKENDS)
+    install(site, "toy-kit", {"toy": "toy_accelerator:ToyHarness"}, {}, plugins.HARNESSES)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--flexkv-verify", "toy"],
+        env=os.environ | {"PYTHONPATH": f"{site}:{Path(__file__).parent}"},
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 40, done.stdout
 
 
 def caches() -> list[torch.Tensor]:
