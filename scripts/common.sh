@@ -33,13 +33,19 @@ install_system_packages() {
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
+# One at a time, whoever else is at it: pip writes beside the sources of what it installs.
+alone() {
+  mkdir -p build
+  if command -v flock >/dev/null; then flock build/install.lock "$@"; else "$@"; fi
+}
+
 # Install flexkv editable into a virtual environment, unless its C sources are those already built there.
 install_flexkv() {
   local venv=$1 wanted
   wanted=$(fingerprint "$PWD" "$("$venv/bin/python" --version)" pyproject.toml flexkv/_core/*)
   if [[ "$(cat "$venv/.flexkv" 2>/dev/null)" != "$wanted" ]]; then
     say "building flexkv for $venv"
-    PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps \
+    PATH="$PWD/$venv/bin:$PATH" alone "$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps \
       -C build-dir="build/${venv#.}" -e .
     echo "$wanted" >"$venv/.flexkv"
   fi
@@ -51,8 +57,8 @@ install_plugins() {
   wanted=$(fingerprint "$PWD" "$venv/.flexkv" plugins/*/pyproject.toml plugins/*/*/_native/*)
   [[ "$(cat "$venv/.plugins" 2>/dev/null)" != "$wanted" ]] || return 0
   say "installing plugins/ into $venv"
-  "$venv/bin/python" -m pip install -qq --no-deps -e plugins/flexkv-example
-  PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps \
+  alone "$venv/bin/python" -m pip install -qq --no-deps -e plugins/flexkv-example
+  PATH="$PWD/$venv/bin:$PATH" alone "$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps \
     -C build-dir="build/${venv#.}-simulated" -e plugins/flexkv-simulated
   echo "$wanted" >"$venv/.plugins"
 }

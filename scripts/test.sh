@@ -1,42 +1,63 @@
 #!/usr/bin/env bash
 # The torch-free part of the suite on CPython 3.12 and 3.13 where they are installed; then in .venv the plug-ins,
 # the suites on the simulated device, and all of it on the cpu.
-# Arguments go to the last pytest.
+#   scripts/test.sh others    only the first of these: the other interpreters
+#   scripts/test.sh rest      only what follows
+# Other arguments go to the last pytest, which then is all that runs in .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
 
-for version in 3.12 3.13; do
-  if ! python=$(find_python $version); then
+# What depends on the interpreter; see tests/once.txt for what does not.
+test_on() {
+  local version=$1 python venv=.venv-$1 wanted
+  if ! python=$(find_python "$version"); then
     echo "test: no CPython $version here, skipping it"
-    continue
+    return 0
   fi
-  venv=.venv-$version
   wanted=$(fingerprint "$("$python" --version)" pyproject.toml)
   if [[ "$(cat $venv/.packages 2>/dev/null)" != "$wanted" ]]; then
     say "making $venv with $("$python" --version), without torch"
-    rm -rf $venv
-    "$python" -m venv $venv
-    $venv/bin/python scripts/requirements.py build project test --without torch >$venv/requirements.txt
-    $venv/bin/python -m pip install -qq -r $venv/requirements.txt
-    echo "$wanted" >$venv/.packages
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+    "$venv/bin/python" scripts/requirements.py build project test --without torch >"$venv/requirements.txt"
+    "$venv/bin/python" -m pip install -qq -r "$venv/requirements.txt"
+    echo "$wanted" >"$venv/.packages"
   fi
-  install_flexkv $venv
-  install_plugins $venv
+  install_flexkv "$venv"
+  install_plugins "$venv"
   echo "test: CPython $version, the part that needs no torch"
-  $venv/bin/python -m pytest -q -m "not torch and not model"
-done
-python=$PWD/.venv/bin/python
-if (($# == 0)); then
-  # plug-ins as their authors see them: from a folder outside of the project
+  "$venv/bin/python" -m pytest -q -m "not torch and not model and not once" --kills 10
+}
+
+# Everything that is installed, as authors of plug-ins see it: from a folder outside of the project.
+verify_plugins() {
+  local python=$1 names verify=()
   elsewhere=$(mktemp -d)
   trap 'rm -rf "$elsewhere"' EXIT
-  verify=(--flexkv-verify example --flexkv-verify example_store)
-  verify+=(--flexkv-verify simulated --flexkv-verify simulated_direct)
-  echo "test: the plug-ins of plugins/ pass the conformance kit"
-  (cd "$elsewhere" && "$python" -m pytest -q "${verify[@]}")
-  echo "test: the suites that a slow device with random latencies must pass as well"
-  $python -m pytest -q --device simulated -m "not model" $(cat tests/on_any_device.txt)
+  names=$("$python" -c 'from flexkv import plugins as p
+print(*sorted({name for group in (p.BACKENDS, p.POLICIES, p.CODECS) for name in p.available(group)}))')
+  for name in $names; do verify+=(--flexkv-verify "$name"); done
+  echo "test: all that is installed passes the conformance kit: $names"
+  (cd "$elsewhere" && "$python" -m pytest -q -p no:cacheprovider "${verify[@]}")
+}
+
+what=${1:-}
+case "$what" in
+others | rest) shift ;;
+*) what=all ;;
+esac
+if [[ "$what" != rest ]]; then
+  test_on 3.12
+  test_on 3.13
 fi
-echo "test: $($python --version), everything"
-$python -m pytest "$@"
+[[ "$what" != others ]] || exit 0
+python=$PWD/.venv/bin/python
+if (($# == 0)); then
+  verify_plugins "$python"
+  echo "test: the suites that a slow device with random latencies must pass as well"
+  "$python" -m pytest -q --device simulated -m "not model" $(cat tests/on_any_device.txt)
+  set -- --deselect tests/test_kit.py::TestPolicies # all of them were verified above
+fi
+echo "test: $("$python" --version), everything"
+"$python" -m pytest "$@"

@@ -48,6 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"FLEXKV_DEVICE": device, "FLEXKV_DEVICE_OPTIONS": DEVICES[device]}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what once.txt lists, before pytest looks at marks."""
+    lines = (Path(__file__).parent / "once.txt").read_text().splitlines()
+    once = tuple(line for line in lines if not line.startswith("#"))
+    for item in items:
+        if item.nodeid.startswith(once):
+            item.add_marker(pytest.mark.once)
+
+
 @pytest.fixture
 def kills(request: pytest.FixtureRequest) -> int:
     """How many kills were asked for."""
