@@ -16,7 +16,7 @@ from flexkv import plugins
 from flexkv.config import FlexKVConfig
 from flexkv.hints import RetainLimits
 from flexkv.index import PrefixIndex
-from flexkv.ledger import Ledger, SpillMode
+from flexkv.ledger import Ledger, PromoteMode, SpillMode
 from flexkv.model import HOST, KVSpec
 from flexkv.planner import Planner
 from flexkv.pool import SlotPool
@@ -49,6 +49,7 @@ def build_brain(
     spill: SpillMode = "through",
     max_read_failures: int = 3,
     retain: RetainLimits | None = None,
+    promote: PromoteMode = "always",
     chunk_blocks: int = 1,
     chunks_in_flight: int = 1,
     count_evicted: Callable[[str, int], None] = _uncounted,
@@ -62,6 +63,7 @@ def build_brain(
         settings: what every policy is opened with.
         tokens_per_block: told to policies that weigh a block by its position.
         retain: what hints may take.
+        promote: which blocks of a get from a store take host slots on their way.
         count_evicted: told (tier, blocks) whenever something leaves to make room.
         keyed: tiers whose store is addressed by key.
 
@@ -92,6 +94,7 @@ def build_brain(
         keyed=keyed,
     )
     planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
+    planner.promote = promote
     return Brain(index, ledger, planner)
 
 
@@ -114,6 +117,7 @@ def brain_for(
         retain=RetainLimits(
             config.retain_share, config.retain_blocks, config.retain_ttl_s, config.retain_max_ttl_s
         ),
+        promote=config.promote,
         chunk_blocks=config.chunk_blocks(spec),
         # what keeps the disk busy, and a chunk whose checksums are being verified
         chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,

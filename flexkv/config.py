@@ -93,6 +93,9 @@ class FlexKVConfig(BaseSettings):
     spill_queue_blocks: int = Field(
         4096, ge=1, description="blocks waiting to be spilled; more are dropped"
     )
+    promote: Literal["always", "when_room", "never"] = Field(
+        "always", description="whether a get leaves blocks of lower tiers in the host"
+    )
 
     # Remote tier
     remote_backend: str = Field("", description="plug-in of the remote tier: redis, objects; none")

@@ -41,6 +41,7 @@ from flexkv.protocols import Recovered
 from flexkv.tier import Tier
 
 SpillMode = Literal["through", "on_evict", "never"]
+PromoteMode = Literal["always", "when_room", "never"]  # without evicting; not at all
 
 
 class Discard(NamedTuple):

@@ -17,7 +17,7 @@ from flexkv import groups as grouped
 from flexkv import spills
 from flexkv.errors import CapacityError
 from flexkv.groups import GroupKeys, Match
-from flexkv.ledger import Ledger
+from flexkv.ledger import Ledger, PromoteMode
 from flexkv.model import (
     ABSENT,
     DEVICE,
@@ -40,9 +40,7 @@ from flexkv.model import (
 
 @dataclass(slots=True)
 class GetPlan:
-    """Graphs of a get (victims to save first, then the blocks), and blocks by the tier they come
-    from.
-    """
+    """Graphs of a get (victims are saved first), and blocks by the tier they come from."""
 
     graph: TransferGraph
     saves: TransferGraph | None
@@ -51,9 +49,7 @@ class GetPlan:
 
 @dataclass(slots=True)
 class PutPlan:
-    """Blocks of a put: all of them pinned, those at `positions` have host slots that wait for their
-    bytes.
-    """
+    """Blocks of a put, all pinned; those at `positions` have host slots that await their bytes."""
 
     blocks: BlockIds
     keys: KeyArray
@@ -65,6 +61,8 @@ class PutPlan:
 
 class Planner:
     """Routes and slots for the ledger's blocks."""
+
+    promote: PromoteMode = "always"  # which blocks of a get from a store take host slots
 
     def __init__(self, ledger: Ledger, *, chunk_blocks: int, chunks_in_flight: int) -> None:
         self.ledger = ledger
@@ -95,9 +93,8 @@ class Planner:
         count = len(blocks)
         states = self.index.states(self.host.number, blocks)
         in_host = states == READY
-        goal, priority = (
-            (HOST, PRIORITY_PREFETCH) if device_blocks is None else (DEVICE, PRIORITY_GET)
-        )
+        to_host = device_blocks is None
+        goal, priority = (HOST, PRIORITY_PREFETCH) if to_host else (DEVICE, PRIORITY_GET)
         saves, by_tier = None, {HOST: count}
         ops: list[Copy] = []
         if np.count_nonzero(in_host) == count:
@@ -156,8 +153,8 @@ class Planner:
         overlap. Few chunks are read at a time: a store serves all it is asked for in turns, so that
         many would all land late and together.
 
-        A block that finds a host slot is promoted on the way; the others pass through staging
-        memory. Nothing is read from a block on that a store has lost since it was matched.
+        A block that finds a host slot, and may take it, is promoted on the way; the others go to
+        the device directly. Nothing is read from a block on that a store lost since it was matched.
         """
         lost = np.ones(len(far), np.bool_)
         for store in self.stores:
@@ -165,7 +162,10 @@ class Planner:
         if lost.any():
             far = far[: int(lost.argmax())]
         absent = far[states[far] == ABSENT]
-        slots, saves, waits = self._host_room(len(absent))
+        room = len(absent)  # as a prefetch takes: it is for the host
+        if device_blocks is not None and self.promote != "always":
+            room = min(room, self.host.free) if self.promote == "when_room" else 0
+        slots, saves, waits = self._host_room(room)
         promoted = absent[: len(slots)]
         self.index.land(self.host.number, blocks[promoted], slots)
         host_slots = np.zeros(len(blocks), np.uint32)

@@ -56,6 +56,25 @@ async def test_what_finds_room_in_the_host_passes_through_it(tmp_path: Path) -> 
         assert direct_blocks(rig) == 0
 
 
+@pytest.mark.parametrize(("promote", "direct"), [("always", 0), ("when_room", 3), ("never", 6)])
+async def test_who_is_not_to_be_promoted_comes_directly(
+    tmp_path: Path, promote: str, direct: int
+) -> None:
+    async with open_rig(tmp_path, device_backend="simulated_direct", promote=promote) as rig:
+        await rig.put(TOKENS)
+        await rig.push_out()
+        rig.kv.remove(prompt(900, 8))
+        await rig.put(prompt(2, 5))
+        assert rig.kv.usage()["host"]["free"] == 3
+        assert (await rig.get(TOKENS)).loaded == 24
+        assert direct_blocks(rig) == direct
+        assert rig.kv.usage()["host"]["free"] == (3 if promote == "never" else 0)
+        kept = await rig.get(prompt(2, 5))
+        assert kept.by_tier["host"] == (2 if promote == "always" else 5), "who was evicted for it?"
+        await rig.kv.prefetch_async(TOKENS)  # that is for the host, whatever a get does
+        assert (await rig.get(TOKENS)).by_tier["host"] == 6
+
+
 async def test_a_damaged_block_is_a_miss_and_is_forgotten(tmp_path: Path) -> None:
     async with full_host(tmp_path, dirs=1) as rig:
         slot = 2  # blocks are written in order into an empty store
