@@ -130,7 +130,8 @@ async def test_nothing_is_on_disk_that_is_not_in_the_index(tmp_path: Path) -> No
             await rig.put(prompt(name, 6), durable=False)
             await rig.kv.flush()
         there = rig.kv.usage()["disk"]["resident"]
-        assert there < 16
+        assert there <= 16
+        assert rig.count("evicted_blocks", tier="disk") >= 8
     async with open_rig(tmp_path, **settings) as rig:
         assert rig.kv.usage()["disk"]["resident"] == there
         await rig.kv.reset()
