@@ -16,7 +16,9 @@ def cut_by_layers(graph: TransferGraph, layers: int, chunk_blocks: int) -> Trans
     """Return the graph with long copies from host to device cut into ranges of the device's layers.
 
     Each range moves about as many bytes as `chunk_blocks` whole blocks, or one layer if that is
-    more, and starts when the one before is over, for all blocks. 0 layers: nothing is cut.
+    more, for all blocks. Two ranges are under way at a time, so that the device does not wait for
+    us in between. The last one, with which a block counts as loaded, starts when all others are
+    over: one that fails must be known by then. 0 layers: nothing is cut.
     """
     if not layers:
         return graph
@@ -26,13 +28,14 @@ def cut_by_layers(graph: TransferGraph, layers: int, chunk_blocks: int) -> Trans
         parts = 1
         if op.source.place == HOST and op.target.place == DEVICE and not op.after:
             parts = max(1, min(layers, len(op) // chunk_blocks))
-        part = replace(op, after=tuple(last[number] for number in op.after))
         if parts == 1:
-            ops.append(part)
-        else:
-            for number in range(parts):
-                span = layers * number // parts, layers * (number + 1) // parts
-                ops.append(replace(part, layers=span, of_layers=layers))
-                part = replace(op, after=(len(ops) - 1,), joins=())
+            ops.append(replace(op, after=tuple(last[number] for number in op.after)))
+        first = len(ops)
+        for number in range(parts if parts > 1 else 0):
+            span = layers * number // parts, layers * (number + 1) // parts
+            before = range(max(first, len(ops) - 2), len(ops))  # the two that may be under way
+            after = tuple(before if number == parts - 1 else before[:-1])
+            joins = op.joins if number < 2 else ()
+            ops.append(replace(op, after=after, joins=joins, layers=span, of_layers=layers))
         last.append(len(ops) - 1)
     return replace(graph, ops=tuple(ops))
