@@ -8,7 +8,6 @@ booked by `flexkv.ledger`. Synchronous and deterministic: `now` is an argument.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,27 +35,8 @@ from flexkv.model import (
     Span,
     TransferGraph,
 )
-
-
-@dataclass(slots=True)
-class GetPlan:
-    """Graphs of a get (victims are saved first), and blocks by the tier they come from."""
-
-    graph: TransferGraph
-    saves: TransferGraph | None
-    by_tier: dict[str, int]
-
-
-@dataclass(slots=True)
-class PutPlan:
-    """Blocks of a put, all pinned; those at `positions` have host slots that await their bytes."""
-
-    blocks: BlockIds
-    keys: KeyArray
-    positions: NDArray[np.int64]
-    slots: SlotIds
-    saves: TransferGraph | None
-    landing: int
+from flexkv.planned import GetPlan, PutPlan
+from flexkv.prompts import Prompts
 
 
 class Planner:
@@ -67,6 +47,7 @@ class Planner:
     def __init__(self, ledger: Ledger, *, chunk_blocks: int, chunks_in_flight: int) -> None:
         self.ledger = ledger
         self.index, self.host, self.stores = ledger.index, ledger.host, ledger.stores
+        self.prompts = Prompts(self.index, self.host)
         self.chunk_blocks, self.chunks_in_flight = max(1, chunk_blocks), max(1, chunks_in_flight)
 
     # matching
@@ -201,16 +182,22 @@ class Planner:
 
     # put
 
-    def plan_put(self, groups: Sequence[GroupKeys], now: float) -> PutPlan:
+    def plan_put(
+        self, groups: Sequence[GroupKeys], now: float, output_tokens: int | None = None
+    ) -> PutPlan:
         """Take host slots for every block, group by group, that the host does not hold.
+
+        A policy that sees prompts may refuse the end of one; it is told `output_tokens` of its
+        answer.
 
         Raises:
             CapacityError: they do not all fit beside what is pinned or in flight; nothing was
             changed.
         """
         self.ledger.hints.advance(now)
-        keys = grouped.joined([group.keys for group in groups])
         blocks = grouped.find(self.index, groups)
+        groups, blocks, bypassed = self.prompts.read(groups, blocks, now, output_tokens)
+        keys = grouped.joined([group.keys for group in groups])
         new = blocks == NO_BLOCK
         known, lacking = blocks[~new], new.copy()
         if len(known):
@@ -231,10 +218,11 @@ class Planner:
         except CapacityError:
             self.index.unpin(known)
             raise
+        self.prompts.place(groups, blocks)
         self.index.pin(blocks[new] if len(known) else blocks)
         slots, saves, waits = self._make_room(*chosen)
         self.index.land(self.host.number, blocks[positions] if len(known) else blocks, slots)
-        return PutPlan(blocks, keys, positions, slots, saves, waits[0] if waits else 0)
+        return PutPlan(blocks, keys, positions, slots, saves, waits[0] if waits else 0, bypassed)
 
     def launch_put(self, plan: PutPlan, device_blocks: SlotIds) -> TransferGraph:
         """Turn a put plan into its graph. `device_blocks` covers all blocks of the prompt."""

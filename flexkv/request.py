@@ -65,6 +65,7 @@ class Request:
 
     __slots__ = (
         "by_tier",
+        "bypassed",
         "context",
         "device_blocks",
         "kind",
@@ -93,6 +94,7 @@ class Request:
         self.tokens, self.by_tier, self.device_blocks = tokens_per_block, by_tier, device_blocks
         self.telemetry = telemetry
         self.context = contextvars.copy_context()  # what the caller's log lines carry
+        self.bypassed = 0 if plan.put is None else plan.put.bypassed
         self.own = _NONE if plan.put is None else plan.put.positions  # not another put's blocks
         self.transfer = Transfer(
             plan.kind,
@@ -146,6 +148,8 @@ class Request:
     def _conclude_put(self, prefix: int, lost: int, timed_out: bool) -> None:
         new = len(self.own) - lost
         self.telemetry.add("stored_blocks", new)
+        if self.bypassed:
+            self.telemetry.add("bypassed_blocks", self.bypassed)
         if lost and (timed_out or not self.run.cancelled):
             why = "in time" if timed_out else "(see the log)"
             blocks = len(self.run.arrived)
@@ -161,6 +165,7 @@ class Request:
                 elapsed_ms,
                 exposed_ms,
                 self.run.cancelled,
+                self.bypassed,
             )
         )
 

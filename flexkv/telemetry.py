@@ -83,6 +83,7 @@ METRICS: dict[str, Series] = {
     "tier_hit_blocks": Series("counter", "blocks to load, by the tier they were in", ("tier",)),
     "loaded_blocks": Series("counter", "blocks that gets brought to the device"),
     "stored_blocks": Series("counter", "blocks that puts brought to host memory"),
+    "bypassed_blocks": Series("counter", "blocks of puts that the eviction policy refused"),
     "failed_blocks": Series("counter", "blocks whose move failed", ("source", "target")),
     "damaged_blocks": Series("counter", "blocks dropped for wrong bytes", ("tier",)),
     # what moved, and what had to go

@@ -16,7 +16,7 @@ import numpy as np
 
 from flexkv.completion import Latch
 from flexkv.model import BlockIds, KeyArray, SlotIds
-from flexkv.planner import PutPlan
+from flexkv.planned import PutPlan
 from flexkv.waiting import in_time
 
 Kind = Literal["get", "put", "prefetch"]
@@ -52,7 +52,8 @@ class GetResult:
 @dataclass(frozen=True, slots=True)
 class PutResult:
     """What a put stored: the first `stored` tokens are readable in host memory, `new` tokens came
-    from this put; `stored` is short of the prompt when another put of the same blocks failed.
+    from this put; `stored` is short of the prompt when another put of the same blocks failed, and
+    by the `bypassed_blocks` that the eviction policy refused.
 
     When it is there, the engine may reuse its device slots. Times as in GetResult.
     """
@@ -63,6 +64,7 @@ class PutResult:
     elapsed_ms: float = 0.0
     exposed_ms: float = 0.0
     cancelled: bool = False
+    bypassed_blocks: int = 0
 
     @property
     def hidden_ms(self) -> float:

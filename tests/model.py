@@ -18,7 +18,8 @@ from flexkv.groups import GroupKeys
 from flexkv.index import PrefixIndex
 from flexkv.ledger import Ledger, SpillMode
 from flexkv.model import DEVICE, HOST, Copy, IOStatus, KeyArray, TierState, TransferGraph
-from flexkv.planner import Planner, PutPlan
+from flexkv.planned import PutPlan
+from flexkv.planner import Planner
 from flexkv.pool import SlotPool
 from flexkv.protocols import Recovered
 from flexkv.tier import Tier

@@ -14,7 +14,7 @@ from flexkv.groups import GroupKeys
 from flexkv.ledger import SpillMode
 from flexkv.model import HOST, IOStatus
 
-POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo", "steps"]
+POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo", "steps", "hazard"]
 held = st.sets(st.integers(0, 5), max_size=6).map(lambda gone: set(range(6)) - gone)
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 statuses = st.sampled_from([IOStatus.LANDED] * 6 + list(IOStatus))

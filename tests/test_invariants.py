@@ -177,7 +177,7 @@ async def test_6_damage_is_a_miss_counted_and_its_slot_is_used_again(tmp_path: P
 def brain_trace(seed: int) -> str:
     """A digest of every decision of the brain in a long random sequence."""
     chance, digest = random.Random(seed), hashlib.sha256()
-    policy = chance.choice(["lru", "lfu", "slru", "fifo", "mru", "filo"])
+    policy = chance.choice(["lru", "lfu", "slru", "fifo", "mru", "filo", "hazard"])
     world = World(8, 12, chance.choice(["through", "on_evict"]), policy)
     for _ in range(400):
         path = tuple(chance.randint(0, 2) for _ in range(chance.randint(1, 6)))

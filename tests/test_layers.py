@@ -16,8 +16,8 @@ PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
 BRAIN = (
-    "keys alone index groups order pool tier hints holds ledger spills offers planner layerwise "
-    "brain"
+    "keys alone index groups order pool tier hints holds ledger spills offers prompts "
+    "planned planner layerwise brain"
 )
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
@@ -46,11 +46,13 @@ MAY_IMPORT = {
     "ledger": f"groups hints index pool tier protocols {VOCABULARY}",
     "spills": f"index ledger {VOCABULARY}",
     "offers": f"ledger {VOCABULARY}",
-    "planner": f"groups index pool tier ledger spills protocols {VOCABULARY}",
+    "prompts": f"groups index tier {VOCABULARY}",
+    "planned": VOCABULARY,
+    "planner": f"groups index pool tier ledger planned prompts spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
     # names the policies: the only part of the brain that loads plug-ins
     "brain": f"config plugins hints index pool tier ledger planner {VOCABULARY}",
-    "policies": f"protocols {VOCABULARY}",
+    "policies": f"_core protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
     "lanes": "completion errors model pool",
@@ -64,7 +66,7 @@ MAY_IMPORT = {
     "ranks": f"_core backends completion memory plugins protocols telemetry {VOCABULARY}",
     "events": f"index waiting {VOCABULARY}",
     "background": f"engine ledger offers planner index protocols telemetry waiting {VOCABULARY}",
-    "transfer": f"completion planner protocols waiting {VOCABULARY}",
+    "transfer": f"completion planned protocols waiting {VOCABULARY}",
     "plans": f"completion groups planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     "stack": f"config traces plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",

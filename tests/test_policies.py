@@ -13,6 +13,7 @@ from flexkv.index import PrefixIndex
 from flexkv.model import NO_BLOCK, BlockIds, BoolArray, TierState
 from flexkv.policies.fifo import FIFO
 from flexkv.policies.filo import FILO
+from flexkv.policies.hazard import Hazard
 from flexkv.policies.lfu import LFU
 from flexkv.policies.lru import LRU
 from flexkv.policies.mru import MRU
@@ -20,7 +21,7 @@ from flexkv.policies.slru import SLRU
 from flexkv.pool import SlotPool
 from flexkv.protocols import EvictionPolicy, PolicyContext
 
-BUILT_IN = [LRU, LFU, SLRU, FIFO, MRU, FILO]
+BUILT_IN = [LRU, LFU, SLRU, FIFO, MRU, FILO, Hazard]
 
 
 class Clock:

@@ -14,7 +14,7 @@ from rig import Rig, open_rig, prompt, slots_of
 
 from flexkv import CapacityError
 
-POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo"]
+POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo", "hazard"]
 
 
 def books(rig: Rig) -> dict[str, Any]:
