@@ -11,12 +11,16 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import policy_models as models
 import pytest
 
+from flexkv import plugins
 from flexkv.errors import ConfigError, InputError
+from flexkv.model import BlockIds, KeyArray
+from flexkv.policies.lru import LRU
 from flexkv.sim.alone import alone
 from flexkv.sim.columns import Columns, columns
 from flexkv.sim.compare import Result, compare, parse_capacities, parse_policies
@@ -176,6 +180,28 @@ def test_block_numbers_may_be_anything() -> None:
     assert sparse.ids.max() < sparse.distinct == dense.distinct
     assert replay(dense, "lru", 9).matched.tolist() == replay(sparse, "lru", 9).matched.tolist()
     assert opt(Future(dense), 9).tolist() == opt(Future(sparse), 9).tolist()
+
+
+class Listener(LRU):
+    """LRU that hears of whole prompts and refuses nothing."""
+
+    heard: ClassVar[list[tuple[int, float, int | None]]] = []
+
+    def prompt(
+        self, keys: KeyArray, known: BlockIds, now: float, output_tokens: int | None = None
+    ) -> int:
+        self.heard.append((len(keys), now, output_tokens))
+        return len(keys)
+
+    def placed(self, blocks: BlockIds) -> None:
+        pass
+
+
+def test_policies_that_see_prompts_are_told_time_and_length_of_the_answer() -> None:
+    Listener.heard.clear()
+    with plugins.register(plugins.POLICIES, "listener", Listener):
+        replay(trace_of([[0, 1], [], [0, 1, 2]]), "listener", 5)
+    assert Listener.heard == [(2, 0.0, 1), (3, 2.0, 1)]
 
 
 def test_requests_without_a_full_block_match_nothing() -> None:

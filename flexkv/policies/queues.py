@@ -25,7 +25,7 @@ _BASE = 2.0**51  # places of a queue; 0, 1 and 3 times this plus a place are exa
 
 
 class TwoQueues:
-    """Who stands in which queue, and where. 10 bytes a block, about 130 more for one that is parked."""
+    """Who stands in which queue, and where. 10 bytes a block, 130 more for one that is parked."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._order, self._size = context.order, context.max_blocks
@@ -108,7 +108,7 @@ class TwoQueues:
 
 
 class Ghosts:
-    """Keys of blocks that left lately, for as long as the policy wants. About 200 bytes each."""
+    """Keys of blocks that left lately, for as long as the policy wants. About 140 bytes each."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._keys_of = context.keys

@@ -30,6 +30,7 @@ class Columns:
     ends: NDArray[np.int64]
     keys: KeyArray
     input_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
     distinct: int
 
     @property
@@ -74,5 +75,6 @@ def columns(trace: Trace) -> Columns:
         ends,
         block_keys(known),
         np.array([request.input_tokens for request in requests], np.int64),
+        np.array([request.output_tokens for request in requests], np.int64),
         trace.distinct,
     )

@@ -3,7 +3,7 @@
 `replay` (Columns, policy, capacity -> Replay). Each request is matched, then put: what is there is
 touched, the rest is inserted, others leave for it, and its own blocks are pinned meanwhile. A path
 longer than the tier is put as far as it fits. Hits are blocks that were matched: a block counts
-only if all before it are there.
+only if all before it are there. Policies that see whole prompts are told the length of the answer.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def replay(
         spill="never",
     )
     matched = np.zeros(len(trace.times), np.int64)
-    inserted, times, ends = 0, trace.times.tolist(), trace.ends.tolist()
-    for number, now in enumerate(times):
+    inserted, ends = 0, trace.ends.tolist()
+    answers = trace.output_tokens.tolist()
+    for number, now in enumerate(trace.times.tolist()):
         start, end = ends[number], ends[number + 1]
         keys = trace.keys[trace.ids[start : min(end, start + capacity_blocks)]]
         if len(keys):
             matched[number] = len(brain.index.match(keys))
-            inserted += _put(brain, keys, now)
+            inserted += _put(brain, keys, now, answers[number])
         if number % _OFTEN == 0:
             progress(end)
     progress(trace.accesses)
@@ -73,10 +74,10 @@ def replay(
     return Replay(capacity_blocks, matched, inserted, host.evicted_blocks)
 
 
-def _put(brain: Brain, keys: NDArray[np.uint64], now: float) -> int:
+def _put(brain: Brain, keys: NDArray[np.uint64], now: float, output_tokens: int) -> int:
     """Put a path whose bytes land at once; returns how many blocks were new."""
     planner, ledger = brain.planner, brain.ledger
-    plan = planner.plan_put([GroupKeys(keys)], now)
+    plan = planner.plan_put([GroupKeys(keys)], now, output_tokens)
     if len(plan.positions):
         device = np.arange(len(plan.blocks), dtype=np.uint32)  # any: nothing is there to be copied
         graph = planner.launch_put(plan, device)
