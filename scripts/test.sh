@@ -56,7 +56,7 @@ python=$PWD/.venv/bin/python
 if (($# == 0)); then
   verify_plugins "$python"
   echo "test: the suites that a slow device with random latencies must pass as well"
-  "$python" -m pytest -q --device simulated -m "not model" $(cat tests/on_any_device.txt)
+  "$python" -m pytest -q --device simulated --kills 10 -m "not model" $(cat tests/on_any_device.txt)
   set -- --deselect tests/test_kit.py::TestPolicies # all of them were verified above
 fi
 echo "test: $("$python" --version), everything"
