@@ -215,12 +215,14 @@ def requests_share_their_prefixes() -> None:
 
 
 def plant_private_blocks(patch: pytest.MonkeyPatch) -> None:
+    right = columns
+
     def private(trace: Trace) -> Any:
         requests = [
             replace(request, block_ids=request.block_ids + 4 * i)
             for i, request in enumerate(trace.requests)
         ]
-        return columns(replace(trace, requests=requests, distinct=8))
+        return right(replace(trace, requests=requests, distinct=8))
 
     patch.setitem(globals(), "columns", private)
 
