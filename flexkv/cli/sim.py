@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from flexkv.cli import sim_decode
+from flexkv.cli import sim_decode, sim_plot
 from flexkv.cli.sim_check import check
 from flexkv.cli.sim_policies import policy_compare
 from flexkv.cli.sim_serving import plan, serve, sweep_capacity
@@ -33,3 +33,4 @@ app.command("check")(check)
 app.command("serve")(serve)
 app.command("sweep-capacity")(sweep_capacity)
 app.command("plan")(plan)
+app.command("plot")(sim_plot.plot)

@@ -109,9 +109,7 @@ class Run:
         place = (self.residency.tier[blocks] + 1) * codecs + self.residency.codec[blocks]
         place = np.where(hits, 0, place)
         lossy = np.array([self.settings.codecs[name].lossy for name in self.codec_names])
-        self.result.lossy_accesses += (
-            int(lossy[self.residency.codec[blocks[demand]]].sum()) * self._parts
-        )
+        self.result.lossy_accesses += int(lossy[self.residency.codec[blocks]].sum()) * self._parts
         groups = (len(TIERS) + 1) * codecs
         counted = hits | demand
         if self.workload.spans_layers:
