@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,6 +211,35 @@ def test_codecs_cost_by_the_byte() -> None:
 
     assert exposed(1e9, 2) / exposed(1e9, 1) == pytest.approx(2, rel=0.1)
     assert exposed(1e12, 1) < exposed(1e9, 1) / 10
+
+
+def test_measured_codecs_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    slow = {"ratio": 2.0, "encode_bytes_per_s": 1e9, "decode_bytes_per_s": 1e9}
+    path.write_text(json.dumps({"serving": {"facts": {"codecs": {"int8": slow, "x": {}}}}}))
+    question = Question("attention", (4096,), steps=2, batch=1, codecs=path)
+    measured, assumed = run_orchestrated(question), run_orchestrated(replace(question, codecs=None))
+    assert measured.exposed_s > assumed.exposed_s  # one CPU core is no accelerator
+    for text in ("no", "[]", '{"int8": {"ratio": 2}}', '{"int8": {"ratio": 0}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="does not hold codec figures"):
+            run_orchestrated(question)
+    with pytest.raises(ConfigError, match="no codec 'zip'"):
+        run_orchestrated(replace(question, codecs=None, codec="zip"))
+
+
+def test_encoding_in_place_waits_until_it_pays() -> None:
+    """A raw warm block is read three times first; reads that are too few never pay for it."""
+    short = simulate(sparse([4096], steps=3), Settings(H100, predictor="none"))
+    assert short.encoded_blocks == 0
+
+    def encoded(after_reads: int) -> int:
+        rule = Placement(hot_age_tokens=0, encode_after_reads=after_reads)
+        workload = attention([30], LLAMA, steps=8, batch=1)
+        return simulate(workload, Settings(H100, placement=rule, staging=False)).encoded_blocks
+
+    assert encoded(3) > 0
+    assert encoded(1000) == 0
 
 
 def test_all_policies_share_their_windows_and_only_rank_differently() -> None:

@@ -55,6 +55,10 @@ Capacity = Annotated[
     str | None,
     typer.Option("--capacity", help="TIER=BYTES, such as hbm=4GiB; sweep: hbm=1GiB,4GiB."),
 ]
+Codecs = Annotated[
+    Path | None,
+    typer.Option("--codecs", help="Measured codec figures: what flexkv calibrate wrote."),
+]
 Model = Annotated[str, typer.Option("--model", help="Shape of the model for real attention.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -247,7 +251,8 @@ def orchestrated(
     workload: WorkloadName = "prototype", context_length: Lengths = None,
     trace: TraceFile = None, requests: Requests = None, steps: Steps = None,
     batch: BatchSize = None, pipeline: PipelineName = "overlapped", hardware: Hardware = None,
-    codec: CodecName = "int8", predictor: PredictorName = None,
+    codec: CodecName = "int8", codecs: Codecs = None,
+    predictor: PredictorName = None,
     policy: PolicyName = "hot-warm-cold", bandwidth: Bandwidth = None, capacity: Capacity = None,
     model: Model = "llama-3.1-8b", as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -261,7 +266,8 @@ def orchestrated(
 
         question, _ = _question(
             workload, context_length, trace, requests, bandwidth, capacity, steps=steps,
-            batch=batch, pipeline=pipeline, hardware=hardware, codec=codec, predictor=predictor,
+            batch=batch, pipeline=pipeline, hardware=hardware, codec=codec,
+            codecs=codecs, predictor=predictor,
             policy=policy, model=model,
         )  # fmt: skip
         return _rows([run_orchestrated(question, heard)])
@@ -273,6 +279,7 @@ def compare(
     workload: WorkloadName = "prototype", context_length: Lengths = None,
     trace: TraceFile = None, requests: Requests = None, steps: Steps = None,
     batch: BatchSize = None, hardware: Hardware = None, codec: CodecName = "int8",
+    codecs: Codecs = None,
     predictor: PredictorName = None, policy: PolicyName = "hot-warm-cold",
     bandwidth: Bandwidth = None, capacity: Capacity = None, model: Model = "llama-3.1-8b",
     as_json: Json = False,
@@ -287,7 +294,8 @@ def compare(
 
         question, _ = _question(
             workload, context_length, trace, requests, bandwidth, capacity, steps=steps,
-            batch=batch, hardware=hardware, codec=codec, predictor=predictor, policy=policy,
+            batch=batch, hardware=hardware, codec=codec,
+            codecs=codecs, predictor=predictor, policy=policy,
             model=model,
         )  # fmt: skip
         return _rows(run(question, heard))
@@ -299,7 +307,8 @@ def sweep(
     workload: WorkloadName = "prototype", context_length: Lengths = None,
     trace: TraceFile = None, requests: Requests = None, steps: Steps = None,
     batch: BatchSize = None, pipeline: PipelineName = "overlapped", hardware: Hardware = None,
-    codec: CodecName = "int8", predictor: PredictorName = None,
+    codec: CodecName = "int8", codecs: Codecs = None,
+    predictor: PredictorName = None,
     policy: PolicyName = "hot-warm-cold", bandwidth: Bandwidth = None, capacity: Capacity = None,
     model: Model = "llama-3.1-8b", as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -313,7 +322,8 @@ def sweep(
 
         question, axes = _question(
             workload, context_length, trace, requests, bandwidth, capacity, steps=steps,
-            batch=batch, pipeline=pipeline, hardware=hardware, codec=codec, predictor=predictor,
+            batch=batch, pipeline=pipeline, hardware=hardware, codec=codec,
+            codecs=codecs, predictor=predictor,
             policy=policy, model=model,
         )  # fmt: skip
         rows = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from flexkv.errors import ConfigError
 from flexkv.sim.compute import ComputeModel, shape
@@ -21,6 +22,7 @@ from flexkv.sim.decode.settings import (
     Pipeline,
     Placement,
     Settings,
+    read_codecs,
 )
 from flexkv.sim.decode.workload import Workload, attention, prototype, sparse
 from flexkv.sim.profiles import hardware
@@ -55,6 +57,7 @@ class Question:
     bandwidth: Mapping[str, float] = field(default_factory=dict)
     capacity_bytes: Mapping[str, float] = field(default_factory=dict)
     waves: int = 8
+    codecs: Path | None = None  # a file of measured figures
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:
@@ -103,7 +106,9 @@ class Question:
             orchestrated,
             replace(self.placement, policy=self.policy),
             codec=self.codec,
-            codecs=CODECS["prototype" if machine.name == "prototype" else "accelerator"],
+            codecs=read_codecs(self.codecs)
+            if self.codecs
+            else CODECS["prototype" if machine.name == "prototype" else "accelerator"],
             predictor=predictor,
             capacity_bytes=self.capacity_bytes,
             waves=self.waves,

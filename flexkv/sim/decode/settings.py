@@ -1,12 +1,15 @@
-"""What a decode run is told: Codec, CODECS, Pipeline, SERIAL, OVERLAPPED, Placement, Settings.
+"""What a decode run is told: Codec, CODECS, read_codecs, Pipeline, SERIAL, OVERLAPPED, Placement,
+Settings.
 
 All limits and thresholds of the simulator are here, with their units; nothing else has defaults.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from flexkv.errors import ConfigError
@@ -58,6 +61,32 @@ CODECS: Mapping[str, Mapping[str, Codec]] = MappingProxyType(
         },
     }
 )
+
+
+def read_codecs(path: Path) -> dict[str, Codec]:
+    """Read measured codecs from what `flexkv calibrate` wrote, or from a JSON object of that form.
+
+    The form is {name: {"ratio", "encode_bytes_per_s", "decode_bytes_per_s"}}, the ratio being plain
+    over encoded bytes, the rates those of plain bytes. Codecs without figures are left out.
+    """
+    try:
+        data = json.loads(path.read_text())
+        table = data["serving"]["facts"]["codecs"] if "serving" in data else data
+        found = {
+            name: Codec(
+                name, 1 / entry["ratio"], entry["encode_bytes_per_s"], entry["decode_bytes_per_s"],
+                bool(entry.get("lossy", name != "lossless")), f"measured, {path.name}",
+            )
+            for name, entry in table.items()
+            if "ratio" in entry
+        }  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"cannot read the codecs in {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{path} does not hold codec figures as `flexkv calibrate` writes them: {error!r}"
+        ) from None
+    return {"none": CODECS["accelerator"]["none"], **found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +164,10 @@ class Settings:
             raise ConfigError(f"waves must be >= 1, got {self.waves}")
         for tier in ("sram", *TIERS):
             if tier not in self.hardware.tiers:
-                raise ConfigError(f"hardware {self.hardware.name!r} lacks the tier {tier!r}")
+                raise ConfigError(
+                    f"hardware {self.hardware.name!r} lacks the tier {tier!r}; in a file,"
+                    " base = h100 (or another built-in one) fills in what is not given"
+                )
         for tier, size_bytes in self.capacity_bytes.items():
             if tier not in ("sram", *TIERS) or not size_bytes >= 0:
                 raise ConfigError(
