@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv.errors import InputError, TraceError
-from flexkv.traces import FORMATS, Trace, read_trace
+from flexkv.traces import FORMATS, Trace, read_trace, write_trace
 from flexkv.traces.chaining import Chainer, Prompt
 from flexkv.traces.reading import detect
 
@@ -242,6 +242,7 @@ def test_a_named_session_goes_on_with_itself(tmp_path: Path) -> None:
         ("mooncake", b"{%s, %s}" % (LENGTHS, b'"hash_ids": ["3"]'), "Expected `int`"),
         ("qwen", b"{%s, %s}" % (LENGTHS, b'"hash_ids": [3]'), "chat_id"),
         ("burstgpt", b"7,ChatGPT,x,1,2,log", "could not convert"),
+        ("burstgpt", b"inf,ChatGPT,1,1,2,log", "cannot be"),
         ("burstgpt", b"7,ChatGPT", "2 cells instead of 6"),
         ("azure", b"yesterday,1,2", "Invalid isoformat"),
         ("azure", b"2023-11-16 18:15:46.68,-5,2", "cannot be"),
@@ -272,6 +273,50 @@ def test_rubbish_is_reported_and_never_a_crash(tmp_path: Path, kind: str) -> Non
     trace = read_trace(path, format=kind)
     assert trace.malformed
     assert not trace.requests
+
+
+Changes = st.lists(
+    st.tuples(
+        st.integers(0, 1 << 20),
+        st.integers(0, 12),
+        st.binary(max_size=3)
+        | st.sampled_from([b"-", b"9" * 25, b"null", b"NaN", b"1e400", b"inf", b"}", b"\n", b'"']),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(p for p in DATA.rglob("*.*") if p.suffix != ".md")), Changes)
+def test_damaged_files_are_read_or_refused_and_can_be_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    sample: Path,
+    changes: list[tuple[int, int, bytes]],
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    content = bytearray(sample.read_bytes())
+    for place, removed, new in changes:
+        place %= len(content) + 1
+        content[place : place + removed] = new
+    target = folder / sample.name
+    if sample.parent.name == "ragpulse":
+        shutil.copytree(sample.parent, folder, dirs_exist_ok=True)
+    target.write_bytes(content)
+    kinds = [kind for kind, path in SAMPLES.items() if path in (sample, sample.parent)]
+    for kind in [*kinds, None]:
+        try:
+            trace = read_trace(
+                folder if kind in ("ragpulse", "weka") else target, format=kind, fill="chat"
+            )
+        except TraceError as error:
+            told = str(error)
+        else:
+            told = trace.name
+            write_trace(trace, folder / "again")
+            again = read_trace(folder / "again", strict=True)
+            assert again.accesses == trace.accesses
+        assert told
 
 
 def test_unknown_content_and_formats_are_named(tmp_path: Path) -> None:

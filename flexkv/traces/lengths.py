@@ -87,19 +87,25 @@ def _read(
 ) -> Iterator[_Row]:
     header: list[str] = []
     for number, line in numbered_lines(path, options.progress):
-        cells = next(csv.reader([line.decode("utf-8-sig", "replace")]))
-        if not header:
-            header = [cell.strip() for cell in cells]
-            if missing := {columns.time, columns.input, columns.output} - set(header):
-                raise TraceError(f"{path} has no column {', '.join(sorted(missing))}: {header}")
-            continue
-        if len(cells) != len(header):
-            builder.reject(number, f"{len(cells)} cells instead of {len(header)}")
-            continue
         try:
-            yield _row(number, dict(zip(header, cells, strict=True)), columns)
-        except (ValueError, OverflowError) as error:
+            cells = next(csv.reader([line.decode("utf-8-sig", "replace")]))
+            if not header:
+                header = _header(path, cells, columns)
+            elif len(cells) != len(header):
+                builder.reject(number, f"{len(cells)} cells instead of {len(header)}")
+            else:
+                yield _row(number, dict(zip(header, cells, strict=True)), columns)
+        except TraceError:  # a ValueError too
+            raise
+        except (csv.Error, ValueError, OverflowError) as error:
             builder.reject(number, str(error))
+
+
+def _header(path: Path, cells: list[str], columns: Columns) -> list[str]:
+    header = [cell.strip() for cell in cells]
+    if missing := {columns.time, columns.input, columns.output} - set(header):
+        raise TraceError(f"{path} has no column {', '.join(sorted(missing))}: {header}")
+    return header
 
 
 def _row(line: int, cells: Mapping[str, str], columns: Columns) -> _Row:

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,10 @@ class TraceBuilder:
         output_tokens: int,
         block_ids: list[int],
     ) -> None:
-        """Add one request; ids must fit int64."""
+        """Add one request; one at no finite time is rejected, ids must fit int64."""
+        if not isfinite(timestamp_ms):
+            self.reject(line, f"time {timestamp_ms} is no moment")
+            return
         self._ids.fromlist(block_ids)
         self._ends.append(len(self._ids))
         self._times.append(timestamp_ms)
