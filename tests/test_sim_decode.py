@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv.errors import CapacityError, ConfigError
+from flexkv.sim.clock import VirtualClock
 from flexkv.sim.compute import ComputeModel, shape
 from flexkv.sim.decode.compare import Question, compare, run_baseline, run_orchestrated, sweep
+from flexkv.sim.decode.dma import Dma
 from flexkv.sim.decode.prefetch import predictor
 from flexkv.sim.decode.result import DecodeResult
 from flexkv.sim.decode.run import simulate
@@ -226,6 +228,14 @@ def test_measured_codecs_come_from_a_file(tmp_path: Path) -> None:
             run_orchestrated(question)
     with pytest.raises(ConfigError, match="no codec 'zip'"):
         run_orchestrated(replace(question, codecs=None, codec="zip"))
+
+
+def test_prefetches_of_neighbours_merge_where_the_tier_lets_them() -> None:
+    blocks = np.arange(64)[::-1].copy()
+    for limit, expected in ((0, 64), (8192, 64), (65536, 8)):
+        tier = replace(H100.tiers["dram"], coalesce_bytes=limit)
+        dma = Dma(VirtualClock(), Settings(H100.with_tiers(tier)))
+        assert dma.requests("dram", blocks, 8192.0, 1) == expected
 
 
 def test_encoding_in_place_waits_until_it_pays() -> None:

@@ -10,10 +10,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flexkv.sim.clock import VirtualClock
 from flexkv.sim.decode.settings import TIERS, Codec, Settings
 from flexkv.sim.profiles import TierProfile
-from flexkv.sim.servers import Activity, Job, Priority, Server, raise_priority, submit
+from flexkv.sim.servers import Activity, Job, Priority, Server, coalesce, raise_priority, submit
 
 SRAM = "sram"
 CAUSES = ("demand", "prefetch", "migration", "weights", "write")
@@ -71,6 +74,16 @@ class Dma:
         """Return the servers between a tier's bytes and the accelerator."""
         link = self.settings.hardware.tiers[tier].behind
         return [self.tiers[tier], *([self.links[link]] if link else [])]
+
+    def requests(self, tier: str, blocks: NDArray[np.int64], block_bytes: float, parts: int) -> int:
+        """Return how many requests fetch these blocks: neighbours merge where the tier lets them.
+
+        Neighbours in the block table are taken for neighbours in the tier.
+        """
+        limit = self.settings.hardware.tiers[tier].coalesce_bytes
+        if limit < 2 * block_bytes:
+            return len(blocks) * parts
+        return len(coalesce(np.sort(blocks), int(block_bytes), limit))
 
     def read(
         self, tier: str, codec: str, requests: int, raw_bytes: float,

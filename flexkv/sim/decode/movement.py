@@ -106,9 +106,10 @@ class Movement:
 
     def _send(self, blocks: Ids, source: int, held_as: int, tier: int, codec: int) -> None:
         names, workload = self.names, self.workload
+        requests = self.dma.requests(TIERS[source], blocks, workload.block_bytes, workload.parts)
         self.dma.move(
             TIERS[source], names[held_as], TIERS[tier], names[codec],
-            len(blocks) * workload.parts, len(blocks) * workload.block_bytes,
+            requests, len(blocks) * workload.block_bytes,
             lambda: self.residency.commit(blocks, tier, codec),
         )  # fmt: skip
 

@@ -245,10 +245,9 @@ class Run:
         self.flight[blocks] = number
         raw = len(blocks) * self.workload.block_bytes
         self.raw_read_bytes += raw
+        requests = self.dma.requests(tier, blocks, self.workload.block_bytes, self._parts)
         self.transfers.append(
-            self.dma.read(
-                tier, codec, len(blocks) * self._parts, raw, "prefetch", Priority.PREFETCH, landed
-            )
+            self.dma.read(tier, codec, requests, raw, "prefetch", Priority.PREFETCH, landed)
         )
 
     # -- after the waves
