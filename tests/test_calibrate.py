@@ -17,7 +17,7 @@ from flexkv.errors import ConfigError
 from flexkv.model import DEVICE, DISK, HOST
 from flexkv.sim.profiles import HardwareProfile, hardware, read_profile
 from flexkv.sim.serving.compare import latency_errors
-from flexkv.sim.serving.measured import Calibration, Sample, Software
+from flexkv.sim.serving.measured import KINDS, Calibration, Sample, Software
 from flexkv.sim.serving.replay import EDGES, Served, check_config, replay
 from flexkv.traces import Trace, write_trace
 
@@ -114,7 +114,7 @@ def test_a_machine_is_measured(tmp_path: Path, device: str) -> None:
     assert set(found.batches) == set(EDGES)
     assert all(sample.seconds > 0 for edge in EDGES for sample in found.batches[edge])
     assert found.bytes_per_s[DISK, HOST] > 0
-    assert set(found.software) == {"get", "get_far", "put", "put_more"}
+    assert set(found.software) == set(KINDS)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,7 +33,7 @@ from flexkv.protocols import BlockCopy, BlockIO, Services
 from flexkv.sim.profiles import HardwareProfile, TierProfile
 from flexkv.sim.serving.engine import Edge
 from flexkv.sim.serving.legs import CostOf
-from flexkv.sim.serving.measured import Calibration, Sample, Software
+from flexkv.sim.serving.measured import KINDS, Calibration, Sample, Software
 from flexkv.sim.serving.replay import Served, check_config
 from flexkv.traces import TraceRequest
 
@@ -42,7 +42,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LARGEST_BYTES = 32 << 20  # of one batch
 _AT_ONCE = 4
 _LENGTHS = (1, 4, 16, 64, 256)  # of whole gets and puts, in blocks
-_ROUNDS = 7  # of each length
+_ROUNDS = 10  # of each length
 
 _Points = list[tuple[int, float]]  # blocks, seconds beyond the batches
 _WARM = 6  # requests before anything counts
@@ -245,16 +245,18 @@ def _software(
     )
     served = plane.replay(config, _requests(lengths, longest))[_WARM:]
     costs = {edge: measured.cost_of(edge, block_bytes) for edge in measured.batches}
-    near, far, put, more = _Points(), _Points(), _Points(), _Points()
+    kinds: dict[str, _Points] = {name: [] for name in KINDS}
     for one in served:
         if one.by_tier.get(DISK):
-            far.append((one.matched, _far(one, costs)))
+            kind = "get_mixed" if one.by_tier.get(HOST) else "get_far"
+            kinds[kind].append((one.matched, _far(one, costs)))
         elif one.matched:
-            near.append((one.matched, one.get_s - costs[HOST, DEVICE](one.matched).total_s))
+            kinds["get"].append((one.matched, one.get_s - costs[HOST, DEVICE](one.matched).total_s))
         if one.stored:
             seconds = one.put_s - costs[DEVICE, HOST](one.stored).total_s
-            (put if one.stored == one.blocks else more).append((one.blocks, seconds))
-    return {"get": _fit(near), "get_far": _fit(far), "put": _fit(put), "put_more": _fit(more)}
+            kind = "put" if one.stored == one.blocks else "put_more"
+            kinds[kind].append((one.blocks, seconds))
+    return {kind: _fit(points) for kind, points in kinds.items()}
 
 
 def _far(served: Served, costs: Mapping[Edge, CostOf]) -> float:
@@ -267,7 +269,7 @@ def _far(served: Served, costs: Mapping[Edge, CostOf]) -> float:
 
 def _requests(lengths: Sequence[int], longest: int) -> list[TraceRequest]:
     """Prompts of every length, round by round: new ones, again while the host has them, one block
-    longer; and, when others have driven them out, again from disk.
+    longer; and, when others have driven them out, again from disk, or all but the first block.
     """
     numbers = itertools.count()
 
@@ -281,7 +283,9 @@ def _requests(lengths: Sequence[int], longest: int) -> list[TraceRequest]:
         for one in texts:
             order += [one, one, np.append(one, one[-1] + 1)]
         order += [text(longest) for _ in range(4)]
-        order += texts
+        order += texts[: _ROUNDS // 2]
+        for one in texts[_ROUNDS // 2 :]:
+            order += [one[:1], one]
     return [TraceRequest(float(number), None, len(ids), 0, ids) for number, ids in enumerate(order)]
 
 

@@ -22,6 +22,10 @@ from flexkv.sim.serving.engine import Edge
 from flexkv.sim.serving.legs import Cost, CostOf
 from flexkv.sim.serving.replay import Costs
 
+# of the software's share: gets of blocks that are all in host memory, all in a store, in both; puts
+# of prompts that are all new, and of those whose beginning is there
+KINDS = ("get", "get_far", "get_mixed", "put", "put_more")
+
 
 class Sample(NamedTuple):
     """The median time of one batch of `blocks` blocks, alone on its backend."""
@@ -48,8 +52,7 @@ class Software:
 @dataclass(frozen=True)
 class Calibration:
     """A machine as measured: batches by edge, bytes per second of many batches at once by edge, and
-    the software's share by kind ("get"; "get_far", with blocks from a store; "put" of a prompt that
-    is all new; "put_more" of one whose beginning is there).
+    the software's share by kind.
     """
 
     hardware: HardwareProfile
@@ -60,12 +63,10 @@ class Calibration:
 
     def costs(self, block_bytes: int) -> Costs:
         """Return what moving blocks of `block_bytes` costs."""
-        get, far_get, put, more = (
-            self.software.get(kind, Software()) for kind in ("get", "get_far", "put", "put_more")
-        )
+        get, far_get, mixed, put, more = (self.software.get(kind, Software()) for kind in KINDS)
         return Costs(
             {edge: self.cost_of(edge, block_bytes) for edge in self.batches},
-            lambda near, far: (far_get if far else get).seconds(near + far),
+            lambda near, far: (get if not far else mixed if near else far_get).seconds(near + far),
             lambda blocks, new: (more if new < blocks else put).seconds(blocks),
         )
 
