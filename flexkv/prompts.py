@@ -54,7 +54,7 @@ class Prompts:
     def __init__(self, index: PrefixIndex, host: Tier) -> None:
         self._index, self._host = index, host
         policies: list[object] = [index.audience(tier).policy for tier in range(len(index.tiers))]
-        self._readers = [policy for policy in policies if isinstance(policy, PromptPolicy)]
+        self.readers = [policy for policy in policies if isinstance(policy, PromptPolicy)]
 
     def read(
         self,
@@ -68,11 +68,11 @@ class Prompts:
         Its put keeps what the tier that wants most of it wants, and what the host has anyway.
         `blocks` are the entries of its keys, NO_BLOCK where there is none.
         """
-        if not self._readers or len(groups) != 1 or groups[0].window is not None:
+        if not self.readers or len(groups) != 1 or groups[0].window is not None:
             return Kept(groups, blocks, 0)
         keys = groups[0].keys
         known = blocks[: int(np.count_nonzero(blocks != NO_BLOCK))]
-        wanted = [policy.prompt(keys, known, now, output_tokens) for policy in self._readers]
+        wanted = [policy.prompt(keys, known, now, output_tokens) for policy in self.readers]
         keep = max(wanted) if len(wanted) == len(self._index.tiers) else len(keys)
         if keep < len(keys):
             absent = np.flatnonzero(self._index.states(self._host.number, known) == ABSENT)
@@ -83,6 +83,6 @@ class Prompts:
 
     def place(self, groups: Sequence[GroupKeys], blocks: BlockIds) -> None:
         """Tell the policies the numbers of the blocks that are kept."""
-        if self._readers and len(groups) == 1 and groups[0].window is None:
-            for policy in self._readers:
+        if self.readers and len(groups) == 1 and groups[0].window is None:
+            for policy in self.readers:
                 policy.placed(blocks)

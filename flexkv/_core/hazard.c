@@ -326,7 +326,7 @@ uint32_t fx_hazard_put(fx_hazard *h, const uint64_t *words, uint32_t n, double n
   const fx_name *names = (const fx_name *)words;
   uint32_t longest = FX_GHOSTS * h->capacity, whole = n, entry = FX_NONE;
   if (n > longest) n = longest;
-  h->length = h->known = h->unwanted_count = 0;
+  h->length = h->known = h->unwanted_count = h->placed = 0;
   if (!n) return whole;
   h->now = now;
   h->stamp++;
@@ -361,7 +361,7 @@ void fx_hazard_read(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now
   const fx_run *first = &h->run[h->run_of[above]];
   if (first->stamp == h->stamp && first->last_use == now && !first->read_only) return; /* the put itself */
   above = FX_NONE;
-  h->length = h->known = 0;
+  h->length = h->known = h->placed = 0;
   for (uint32_t i = 0; i < n && i < FX_GHOSTS * h->capacity; i++, h->known++) {
     uint32_t entry = h->entry_of[blocks[i]];
     if (entry == FX_NONE || h->parent[entry] != above) break;
@@ -387,7 +387,7 @@ static void part(fx_hazard *h, uint32_t entry) {
 }
 
 void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
-  for (uint32_t i = 0; i < n && i < h->length; i++) {
+  for (uint32_t i = h->placed; i < n && i < h->length; i++) {
     uint32_t entry = h->path[i], block = blocks[i];
     if (block == FX_NONE || !fx_in_use(h, entry)) continue;
     if (h->block_of[entry] == block) continue;
@@ -397,6 +397,7 @@ void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
     h->entry_of[block] = entry;
     h->shared += (uint32_t)fx_is_shared(h, entry);
   }
+  if (n > h->placed) h->placed = n;
 }
 
 void fx_hazard_came(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
@@ -416,9 +417,10 @@ void fx_hazard_left(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
 
 uint32_t fx_hazard_wanted(const fx_hazard *h, const uint32_t *blocks, uint32_t n, uint8_t *wanted) {
   uint32_t count = 0;
+  if (!h->following) return n;
   for (uint32_t i = 0; i < n; i++) {
     uint32_t entry = h->entry_of[blocks[i]];
-    count += wanted[i] = !h->following || (entry != FX_NONE && fx_is_held(h, entry));
+    count += wanted[i] = (entry != FX_NONE && fx_is_held(h, entry));
   }
   return count;
 }

@@ -41,7 +41,8 @@ void fx_hazard_read(fx_hazard *hazard, const uint32_t *blocks, uint32_t n, doubl
 void fx_hazard_came(fx_hazard *hazard, const uint32_t *blocks, uint32_t n);
 void fx_hazard_left(fx_hazard *hazard, const uint32_t *blocks, uint32_t n);
 
-/* Which of the blocks are to be held: wanted[i] = 1; all of them while LRU is followed. Returns how many. */
+/* Which of the blocks are to be held: wanted[i] = 1. Returns how many: n (and says no more) while LRU is
+ * followed. */
 uint32_t fx_hazard_wanted(const fx_hazard *hazard, const uint32_t *blocks, uint32_t n, uint8_t *wanted);
 
 /* Blocks of the tier that it should not hold any longer, leaves first, each told once. Returns how many, <= limit. */

@@ -55,7 +55,7 @@ struct fx_hazard {
   fx_candidates *candidates;
   uint32_t *active, active_count;
   fx_rates *rates;
-  uint32_t *path, *fresh_runs, length, known; /* of the prompt served last */
+  uint32_t *path, *fresh_runs, length, known, placed; /* of the prompt served last */
   uint32_t *entry_of;                         /* by block */
   uint8_t *here;
   uint32_t shared; /* entries held that are here */

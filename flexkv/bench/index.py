@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from flexkv import plugins
 from flexkv.bench.report import Progress, Result, percentile
 from flexkv.groups import GroupKeys
 from flexkv.index import PrefixIndex
@@ -23,6 +23,7 @@ from flexkv.ledger import Ledger
 from flexkv.model import HOST, NO_BLOCK, BlockIds, Identity, KeyArray, KVSpec, SlotIds
 from flexkv.planner import Planner
 from flexkv.pool import SlotPool
+from flexkv.protocols import EvictionPolicy
 from flexkv.tier import Tier
 
 TOKENS, TOKENS_PER_BLOCK = 32_768, 16
@@ -40,6 +41,7 @@ BUDGET_US = {
     "steady_p50": 40.0,
     "steady_p99": 300.0,
 }
+LIMIT_TO_LRU = 1.5  # of the steady p50 under another policy to that under lru
 Samples = dict[str, list[float]]  # microseconds by shape
 
 
@@ -48,7 +50,7 @@ class World:
 
     def __init__(self, blocks: int, policy: str, seed: int) -> None:
         self.index = PrefixIndex(blocks, [HOST])
-        made = getattr(import_module(f"flexkv.policies.{policy}"), policy.upper())()
+        made: EvictionPolicy = plugins.load(plugins.POLICIES, policy)()
         self.index.set_policy(0, made, {})
         self.pool = SlotPool(blocks)
         tier = Tier(HOST, 0, self.index, self.pool)
@@ -69,13 +71,25 @@ class World:
         index = self.index
         self.now += 1.0
         matched = index.match(keys)
+        shown = self.planner.prompts.readers
+        if shown:
+            keys = self._show(keys, matched)
         index.touch(matched, self.now)
         missing = len(keys) - len(matched)
         slots = self._room(missing)
         parent = int(matched[-1]) if len(matched) else NO_BLOCK
         added = index.insert(keys[len(matched) :], parent)
+        if shown:
+            self.planner.prompts.place((GroupKeys(keys),), np.concatenate((matched, added)))
         index.land(0, added, slots)
         index.ready(0, added, self.now)
+
+    def _show(self, keys: KeyArray, matched: BlockIds) -> KeyArray:
+        """Let policies that see prompts say what to keep of one, as a put does."""
+        blocks = np.full(len(keys), NO_BLOCK, np.uint32)
+        blocks[: len(matched)] = matched
+        prompt = (GroupKeys(keys),)
+        return self.planner.prompts.read(prompt, blocks, self.now, None).groups[0].keys
 
     def _room(self, count: int) -> SlotIds:
         short = count - self.pool.free
@@ -179,6 +193,16 @@ def figure(name: str, samples: Samples, params: Mapping[str, Any]) -> Result:
     )
 
 
+def compared(ratios: Mapping[str, float], rounds: int, params: Mapping[str, Any]) -> Result:
+    """The worst shape's cost in units of lru's."""
+    value = max(ratios.values())
+    shapes = {"shapes": {shape: round(ratio, 3) for shape, ratio in ratios.items()}}
+    share = value / LIMIT_TO_LRU
+    return Result(
+        "steady_to_lru", value, "x", LIMIT_TO_LRU, None, share, rounds, {**params, **shapes}
+    )
+
+
 def hashing(rounds: int) -> Result:
     """Keys of 32 k tokens, as int64 and int32; `as_tokens` is the check at the door."""
     identity = Identity("bench", spec=KVSpec.uniform(1, 1, 1, tokens_per_block=TOKENS_PER_BLOCK))
@@ -222,6 +246,18 @@ def serving(world: SharedPrompts, rounds: int) -> list[float]:
     return [timed(world.store, world.prompt()) for _ in range(rounds)]
 
 
+def to_lru(world: SharedPrompts, lru: SharedPrompts, rounds: int) -> float:
+    """Serve the same kind of prompts under a policy and under lru, in turns; the ratio of the
+    medians.
+    """
+    taken: list[float] = []
+    base: list[float] = []
+    for _ in range(rounds):
+        taken.append(timed(world.store, world.prompt()))
+        base.append(timed(lru.store, lru.prompt()))
+    return percentile(taken, 50.0) / percentile(base, 50.0)
+
+
 def evicting(world: World, rounds: int) -> list[float]:
     """Evict from a full cache, down to nine tenths of it (half of a small one)."""
     floor = world.pool.capacity * (0.9 if world.pool.capacity > 50 * VICTIMS else 0.5)
@@ -251,18 +287,21 @@ def run(
     Args:
         progress: called as progress(what, steps done, steps in all).
         blocks: capacity of the tier; at least a few prompts of 2,048 blocks.
-        policy: name of a built-in eviction policy.
+        policy: name of an eviction policy; any but lru is also measured in turns with lru.
         rounds: samples per figure and shape.
     """
     steps = len(SHARES) + 3
     progress("hash", 0, steps)
     results = [hashing(min(rounds, 200))]
     match, plan, steady, evict = {}, {}, {}, {}
+    ratios: dict[str, float] = {}
     for step, share in enumerate(SHARES, 1):
         progress(f"{share:.0%} shared", step, steps)
         world, name = SharedPrompts(blocks, policy, share), f"{share:.0%} shared"
         match[name], plan[name] = matching(world, rounds), planning(world, rounds)
         steady[name] = serving(world, rounds)
+        if policy != "lru":
+            ratios[name] = to_lru(world, SharedPrompts(blocks, "lru", share), rounds)
         evict[name] = evicting(world, rounds)
         del world
     progress("deep tree", steps - 2, steps)
@@ -285,4 +324,5 @@ def run(
         figure("evict_2048", evict, {**common, **shape}),
         figure("steady_p50", steady, common),
         figure("steady_p99", steady, common),
+        *([compared(ratios, rounds, common)] if ratios else []),
     ]

@@ -45,6 +45,8 @@ Dir = Annotated[Path | None, typer.Option("--dir", help="Directory whose file sy
 def index(settings: Settings = None, as_json: Json = False) -> None:
     """Hash, match, plan and evict on an index of a million blocks.
 
+    Under another policy than lru (policy=hazard) the steady cost is also compared with lru's.
+
     Example: [bold]flexkv bench index --json[/bold]
     """
     _run("index", settings, None, as_json)
