@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from flexkv.bench.index import BUDGET_US, run
+from flexkv.bench.index import BUDGET_US, LIMIT_TO_LRU, run
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("policy", ["lru", "slru", "hazard"])
 def test_every_figure_is_reported_for_every_shape(policy: str) -> None:
     steps: list[tuple[int, int]] = []
     results = run(
@@ -18,6 +18,10 @@ def test_every_figure_is_reported_for_every_shape(policy: str) -> None:
         policy=policy,
         rounds=5,
     )
+    if policy != "lru":
+        ratio = results.pop()
+        assert (ratio.name, ratio.unit, ratio.limit) == ("steady_to_lru", "x", LIMIT_TO_LRU)
+        assert ratio.value == pytest.approx(max(ratio.params["shapes"].values()), abs=1e-3)
     assert [result.name for result in results] == list(BUDGET_US)
     for result in results:
         assert result.unit == "us"
