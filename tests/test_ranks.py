@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -292,3 +293,16 @@ async def test_bytes_of_a_stalled_save_are_held_until_the_worker_can_write_no_mo
                 await transfer
         await kv.flush()
         assert kv.usage()["host"]["free"] == kv.usage()["host"]["capacity"]
+
+
+def test_a_worker_that_nobody_answers_may_be_closed(tmp_path: Path) -> None:
+    """It leaves no socket behind: that would be an error of this test."""
+    path = tmp_path / "s"
+    with wire.packet_socket() as server:
+        server.bind(str(path))
+        server.listen()
+        with agent(path, 0, 1, memory()):
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(wire.MAX_PACKET_BYTES)  # it has introduced itself, and waits
+    gc.collect()

@@ -193,6 +193,9 @@ class RankAgent:
         except (OSError, TimeoutError, msgspec.DecodeError):  # tried again in a moment
             link.close()
             return None
+        except BaseException:  # we are closed while nobody answers
+            link.close()
+            raise
         if isinstance(message, wire.Welcome) and message.version == wire.PROTOCOL_VERSION and fds:
             return message, fds[0], link
         for fd in fds:
