@@ -299,6 +299,7 @@ def test_a_worker_that_nobody_answers_may_be_closed(tmp_path: Path) -> None:
     """It leaves no socket behind: that would be an error of this test."""
     path = tmp_path / "s"
     with wire.packet_socket() as server:
+        server.settimeout(30)
         server.bind(str(path))
         server.listen()
         with agent(path, 0, 1, memory()):
