@@ -1,5 +1,5 @@
-"""`flexkv bench index|copy|disk|e2e|overlap|remote`: run it with a progress bar, print a table or
-JSON.
+"""`flexkv bench index|copy|disk|e2e|overlap|remote|codec`: run it with a progress bar, print a
+table or JSON.
 """
 
 from __future__ import annotations
@@ -101,6 +101,15 @@ def remote(settings: Settings = None, as_json: Json = False) -> None:
     Example: [bold]flexkv bench remote store=redis url=redis://10.0.0.7:6379 --json[/bold]
     """
     _run("remote", settings, None, as_json)
+
+
+@app.command()
+def codec(settings: Settings = None, as_json: Json = False) -> None:
+    """Speed, ratio and real error of codecs, on the KV of SmolLM2-135M where it is installed.
+
+    Example: [bold]flexkv bench codec codecs=int8,int4 tokens=2048 --json[/bold]
+    """
+    _run("codec", settings, None, as_json)
 
 
 def _run(name: str, settings: list[str] | None, directory: Path | None, as_json: bool) -> None:

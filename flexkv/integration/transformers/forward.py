@@ -1,7 +1,8 @@
 """One forward pass of a transformers model, whatever its version calls things.
 
-`run_model` (tokens behind a cache -> the greedy next token) - `use_grouped_attention` (do not
-repeat K and V heads when a few new tokens meet a long restored prefix).
+`run_model` (tokens behind a cache -> the greedy next token) - `cache_argument` (its name) -
+`use_grouped_attention` (do not repeat K and V heads when a few new tokens meet a long restored
+prefix).
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, bool]:
     """
     known = inspect.signature(forward).parameters
     return ("cache" if "cache" in known else "past_key_values"), "logits_to_keep" in known
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return what this model's forward calls its cache."""
+    return _arguments(type(model).forward)[0]
 
 
 def run_model(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> int:
