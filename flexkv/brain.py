@@ -21,6 +21,7 @@ from flexkv.model import HOST, KVSpec
 from flexkv.planner import Planner
 from flexkv.pool import SlotPool
 from flexkv.tier import Tier
+from flexkv.tiercodec import store_slots
 
 _SPARE_ENTRIES = 1024  # blocks that are pinned or interior while they are in no tier
 
@@ -106,7 +107,7 @@ def brain_for(
 ) -> Brain:
     """Build the brain that a manager with this configuration has; raises as `build_brain`."""
     return build_brain(
-        {HOST: config.host_slots(spec)} | config.store_slots(spec),
+        {HOST: config.host_slots(spec)} | store_slots(config, spec),
         config.policy_of,
         config.policy_settings(),
         tokens_per_block=spec.tokens_per_block,

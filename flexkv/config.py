@@ -25,7 +25,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from flexkv.compat import parse_size, to_dirs, to_mapping, to_spec
 from flexkv.errors import ConfigError
-from flexkv.model import Identity, KVSpec
+from flexkv.model import PAGE_BYTES, Identity, KVSpec
 from flexkv.sources import ConfigWarning, Source, environment, explain, read_file, warn
 
 __all__ = ["ConfigWarning", "FlexKVConfig"]
@@ -81,6 +81,12 @@ class FlexKVConfig(BaseSettings):
     disk_bytes_in_flight: Size = Field(2**25, gt=0, description="bytes of disk I/O at once")
     disk_threads: int = Field(8, ge=1, le=64, description="threads of the thread engine")
     disk_options: Options = Field({}, description="further options of the disk plug-in")
+    disk_codec: str | None = Field(
+        None, description="codec of blocks on disk, such as int8; a lossy one is part of the keys"
+    )
+    disk_codec_bytes: Size = Field(
+        2**26, gt=0, description="memory for encoded blocks on their way to and from the disk"
+    )
     on_mismatch: Literal["error", "clear"] = Field(
         "error", description="a directory of another model or format: refuse, or empty it"
     )
@@ -245,17 +251,22 @@ class FlexKVConfig(BaseSettings):
 
     def host_slots(self, spec: KVSpec) -> int:
         """Return how many blocks fit into the host tier; ConfigError if none does."""
-        return self._slots("host_cache_bytes", self.host_cache_bytes, spec)
+        return self._slots("host_cache_bytes", self.host_cache_bytes, spec.block_bytes)
 
-    def store_slots(self, spec: KVSpec) -> dict[str, int]:
+    def store_slots(
+        self, spec: KVSpec, stored_bytes: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
         """Return how many blocks fit into each tier below the host, from near to far.
+
+        `stored_bytes` are the sizes of blocks in tiers with a codec (see tiercodec.py).
 
         Raises:
             ConfigError: one of them is too small.
         """
         sizes = {"disk": self.disk_cache_bytes, "remote": self.remote_cache_bytes}
+        coded = stored_bytes or {}
         return {
-            tier: self._slots(f"{tier}_cache_bytes", size, spec)
+            tier: self._slots(f"{tier}_cache_bytes", size, coded.get(tier, spec.block_bytes))
             for tier, size in sizes.items()
             if size
         }
@@ -274,12 +285,11 @@ class FlexKVConfig(BaseSettings):
         return max(2, self.staging_bytes // spec.stride_bytes) if some else 0
 
     @staticmethod
-    def _slots(name: str, size_bytes: int, spec: KVSpec) -> int:
-        if size_bytes < spec.stride_bytes:
-            raise ConfigError(
-                f"{name} is {size_bytes}, but one block takes {spec.stride_bytes} bytes"
-            )
-        return size_bytes // spec.stride_bytes
+    def _slots(name: str, size_bytes: int, block_bytes: int) -> int:
+        stride_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        if size_bytes < stride_bytes:
+            raise ConfigError(f"{name} is {size_bytes}, but one block takes {stride_bytes} bytes")
+        return size_bytes // stride_bytes
 
     def policy_of(self, tier: str) -> str:
         """Return the name of the eviction policy of a tier."""

@@ -1,7 +1,8 @@
 """Host memory that hardware and other processes may reach: the arena, and the only views on it.
 
-`Arena` (slots in one shared mapping): `address`, `view`, `close`, `attach` - `find_shared` (which
-file a range of memory belongs to) - `map_shared` (a file as an array) - `available_bytes`.
+`Arena` (slots in one shared mapping): `address`, `view`, `rows`, `close`, `attach` -
+`find_shared` (which file a range of memory belongs to) - `map_shared` (a file as an array) -
+`available_bytes`.
 """
 
 from __future__ import annotations
@@ -116,6 +117,17 @@ class Arena:
         start = self.address(slot) - self.base
         assert self._bytes is not None
         return self._bytes[start : start + self.stride_bytes]
+
+    def rows(self, first: int, count: int) -> NDArray[np.uint8]:
+        """Return the bytes of `count` neighbouring slots, shape [count, stride_bytes].
+
+        Raises: as `address`.
+        """
+        start = self.address(first) - self.base
+        self.address(first + count - 1)
+        assert self._bytes is not None
+        end = start + count * self.stride_bytes
+        return self._bytes[start:end].reshape(count, self.stride_bytes)
 
     @property
     def closed(self) -> bool:

@@ -28,11 +28,11 @@ API_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a backend may use: the loop's completions, the host arena, the identity of what is
-    stored.
+    """What a backend may use: completions, the host arena, the identity of what is stored.
 
     `settings` are the backend's own options from the configuration, `capacity_blocks` the slots it
-    must hold (0 for key-addressed stores without a limit).
+    must hold (0 for key-addressed stores without a limit). `block_bytes` (0: the spec's) are those
+    of its blocks: encoded ones, for slot-addressed stores that say `any_block_bytes = True`.
     """
 
     completions: Completions
@@ -40,6 +40,7 @@ class Services:
     identity: Identity
     settings: Mapping[str, Any] = field(default_factory=dict)
     capacity_blocks: int = 0
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +331,7 @@ class Codec(Protocol):
 
     Decoded blocks have shape [blocks, spec.block_bytes], encoded ones [blocks,
     encoded_bytes(spec)]; rows are contiguous, the blocks of a batch are independent of each other.
+    Threads call at once. An optional `revision` (1 if absent) is raised when encoded bytes change.
     """
 
     flexkv_api: ClassVar[int]

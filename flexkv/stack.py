@@ -12,11 +12,12 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from flexkv import plugins
+from flexkv import plugins, tiercodec
 from flexkv.background import Discarder, Spiller
 from flexkv.brain import brain_for
 from flexkv.completion import Completions
 from flexkv.config import FlexKVConfig
+from flexkv.encodedstore import EncodedStore
 from flexkv.engine import Commit, Engine
 from flexkv.errors import ConfigError, FlexKVError
 from flexkv.events import EventLog
@@ -25,7 +26,7 @@ from flexkv.keys import Keyring
 from flexkv.lanes import Staging
 from flexkv.ledger import Ledger
 from flexkv.memory import Arena
-from flexkv.model import KVSpec
+from flexkv.model import DISK, KVSpec
 from flexkv.planner import Planner
 from flexkv.plans import Plans
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
@@ -123,20 +124,21 @@ async def _open(
     config: FlexKVConfig, spec: KVSpec, telemetry: Telemetry, commit: Commit, guard: AsyncExitStack
 ) -> Stack:
     closer = await guard.enter_async_context(AsyncExitStack())
-    identity = config.identity(spec)
-    host_slots, store_slots = config.host_slots(spec), config.store_slots(spec)
+    identity, host_slots = tiercodec.identities(config, spec), config.host_slots(spec)
     chunk_blocks, staging_slots = config.chunk_blocks(spec), config.staging_slots(spec)
     arena, completions = await _open_memory(config, spec, host_slots + staging_slots, closer)
-    services = Services(completions, arena, identity, config.backend_settings("device"), host_slots)
+    services = Services(
+        completions, arena, identity.keys, config.backend_settings("device"), host_slots
+    )
     device: DeviceBackend = plugins.load(plugins.BACKENDS, config.device)()
     await device.open(services)
     closer.push_async_callback(device.aclose)
     stores: dict[str, StorageBackend] = {}
     recovered: dict[str, Recovered] = {}
-    for tier, capacity in store_slots.items():
-        store: StorageBackend = plugins.load(plugins.BACKENDS, config.store_plugin(tier))()
-        settings = config.backend_settings(tier)
-        found = await store.open(Services(completions, arena, identity, settings, capacity))
+    for tier, capacity in tiercodec.store_slots(config, spec).items():
+        store = _make_store(config, tier)
+        settings, whose = config.backend_settings(tier), getattr(identity, tier)
+        found = await store.open(Services(completions, arena, whose, settings, capacity))
         closer.push_async_callback(store.aclose)
         stores[tier] = store
         if found is not None:
@@ -174,7 +176,7 @@ async def _open(
         closer.push_async_callback(_save, recorder, config.trace_path)
     return Stack(
         spec,
-        Keyring(identity, config.secret_bytes()),
+        Keyring(identity.keys, config.secret_bytes()),
         completions,
         arena,
         device,
@@ -200,6 +202,12 @@ async def _save(recorder: Recorder, path: Path) -> None:
         log.warning("trace.lost", requests=len(recorder), error=str(error))
     else:
         log.info("trace.saved", path=str(target), requests=len(recorder), lost=recorder.lost)
+
+
+def _make_store(config: FlexKVConfig, tier: str) -> StorageBackend:
+    store: StorageBackend = plugins.load(plugins.BACKENDS, config.store_plugin(tier))()
+    codec = tiercodec.disk_codec(config) if tier == DISK else None
+    return store if codec is None else EncodedStore(store, codec, config.disk_codec_bytes)
 
 
 async def _open_memory(

@@ -17,11 +17,11 @@ PACKAGE = Path(flexkv.__file__).parent
 VOCABULARY = "model errors"
 BRAIN = (
     "keys alone index groups order pool tier hints holds ledger spills offers prompts "
-    "planned planner layerwise brain"
+    "planned planner layerwise tiercodec brain"
 )
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
-    "stack hosting transfer"
+    "encodedstore stack hosting transfer"
 )
 # room -> rooms it may import besides itself; `backends.disk` is part of the room `backends`
 MAY_IMPORT = {
@@ -51,7 +51,9 @@ MAY_IMPORT = {
     "planner": f"groups index pool tier ledger planned prompts spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
     # names the policies: the only part of the brain that loads plug-ins
-    "brain": f"config plugins hints index pool tier ledger planner {VOCABULARY}",
+    # how many slots a tier has depends on its codec: a plug-in
+    "tiercodec": f"config plugins protocols {VOCABULARY}",
+    "brain": f"config plugins hints index pool tier tiercodec ledger planner {VOCABULARY}",
     "policies": f"_core protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
@@ -69,6 +71,8 @@ MAY_IMPORT = {
     "transfer": f"completion planned protocols waiting {VOCABULARY}",
     "plans": f"completion groups planner telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
+    # a store before a store; its codecs run in threads
+    "encodedstore": f"completion lanes memory pool protocols tiercodec {VOCABULARY}",
     "stack": f"config traces plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "ahead": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
@@ -89,7 +93,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "asyncio": "completion manager sync integration testing",
     "anyio": "completion manager sync lanes waiting carriers engine background plans request stack "
-    "hosting transfer backends codecs ranks integration testing cli bench",
+    "encodedstore hosting transfer backends codecs ranks integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "backends",

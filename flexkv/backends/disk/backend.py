@@ -46,6 +46,7 @@ class DiskBackend:
     flexkv_api: ClassVar[int] = API_VERSION
     addressing: ClassVar[Literal["slot", "key"]] = "slot"
     alignment_bytes = PAGE_BYTES
+    any_block_bytes: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.engine_name = ""
@@ -76,18 +77,18 @@ class DiskBackend:
         """
         assert self._store is None, "the disk tier is open already"
         settings = DiskSettings.read(services.settings)
-        spec = services.identity.spec
         if services.capacity_blocks < len(settings.directories):
             raise ConfigError(
                 f"disk tier: {services.capacity_blocks} slots are too few for "
                 f"{len(settings.directories)} directories"
             )
-        if services.arena.stride_bytes < spec.stride_bytes:
+        size = services.block_bytes or services.identity.spec.block_bytes
+        if services.arena.stride_bytes < size:
             raise ConfigError(
-                f"disk tier: a slot of {spec.stride_bytes} bytes does not fit into arena slots of "
+                f"disk tier: a block of {size} bytes does not fit into arena slots of "
                 f"{services.arena.stride_bytes}"
             )
-        store = await open_patiently(settings, services.identity, services.capacity_blocks)
+        store = await open_patiently(settings, services.identity, services.capacity_blocks, size)
         try:
             engine, self.engine_reason = await engines.choose(
                 settings, store.buffered, services.completions, services.arena
@@ -95,7 +96,7 @@ class DiskBackend:
         except BaseException:
             store.release()
             raise
-        crew = Crew(services.completions, services.arena, spec.block_bytes)
+        crew = Crew(services.completions, services.arena, size)
         self.work_on(store, engine, crew, settings)
         return store.recovered
 

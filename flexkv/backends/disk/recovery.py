@@ -22,7 +22,7 @@ from flexkv.backends.disk.format import FORMATTING, IN_USE, Geometry, Superblock
 from flexkv.backends.disk.settings import DiskSettings
 from flexkv.backends.disk.table import SlotTable
 from flexkv.errors import FormatError
-from flexkv.model import BoolArray, Identity
+from flexkv.model import PAGE_BYTES, BoolArray, Identity
 from flexkv.protocols import Recovered
 from flexkv.telemetry import log
 
@@ -82,16 +82,20 @@ class Store:
         self.release()
 
 
-def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
-    """Open or make the store of `slots` slots in the directories of `settings`.
+def open_store(
+    settings: DiskSettings, identity: Identity, slots: int, block_bytes: int = 0
+) -> Store:
+    """Open or make the store of `slots` slots in the directories of `settings`; `block_bytes` is
+    the size of its blocks, 0: the spec's.
 
     Raises:
         OwnershipError: another process has one of the directories.
         FormatError: what they hold cannot be used, and `on_mismatch` is "error".
         StorageError: a directory cannot be used, or has no room.
     """
-    spec = identity.spec
-    geometry = Geometry(slots, len(settings.directories), spec.stride_bytes, spec.block_bytes)
+    size = block_bytes or identity.spec.block_bytes
+    stride = -(-size // PAGE_BYTES) * PAGE_BYTES
+    geometry = Geometry(slots, len(settings.directories), stride, size)
     directories = [Directory(path, index) for index, path in enumerate(settings.directories)]
     try:
         for directory in directories:
@@ -106,7 +110,9 @@ def open_store(settings: DiskSettings, identity: Identity, slots: int) -> Store:
         raise
 
 
-async def open_patiently(settings: DiskSettings, identity: Identity, slots: int) -> Store:
+async def open_patiently(
+    settings: DiskSettings, identity: Identity, slots: int, block_bytes: int = 0
+) -> Store:
     """Do `open_store` in a thread; wait a little for an owner that is dead but whose last I/O the
     kernel still does."""
     deadline = anyio.current_time() + settings.lock_timeout_ms / 1000
@@ -114,7 +120,7 @@ async def open_patiently(settings: DiskSettings, identity: Identity, slots: int)
     while True:
         try:
             return await anyio.to_thread.run_sync(
-                open_store, settings, identity, slots, limiter=limiter
+                open_store, settings, identity, slots, block_bytes, limiter=limiter
             )
         except DirectoryBusyError as error:
             if error.owner_lives or anyio.current_time() >= deadline:

@@ -1,0 +1,208 @@
+"""A store whose blocks are encoded: they are encoded on the way in and decoded on the way out.
+
+`EncodedStore` wraps a storage backend: `open` (the store, over an arena of its own for encoded
+blocks), `read`, `write`, `discard`, `aclose`. The store below sees encoded bytes only, so its
+checksums are of those, bound to the key. It lends no extents: devices that read files by themselves
+would find encoded bytes there.
+
+Codecs run in threads, without the interpreter's lock if they are native. A batch takes its slots of
+the encoding arena all at once and waits for them behind others; it gives them back when nothing can
+land in them any more, and never if it was torn away (native cancellation) while something could.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import CapacityError, ClosedError, ConfigError
+from flexkv.lanes import Lane
+from flexkv.memory import Arena
+from flexkv.model import LANDED, PAGE_BYTES, IOStatus, SlotIds, Statuses
+from flexkv.pool import SlotPool
+from flexkv.protocols import (
+    API_VERSION,
+    BlockIO,
+    DeviceInfo,
+    Recovered,
+    Services,
+    StorageBackend,
+    as_statuses,
+)
+from flexkv.tiercodec import TierCodec
+
+_SHARE_BYTES = 4 << 20  # of decoded blocks that one thread takes at a time
+_MAX_THREADS = 4
+
+Verb = Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]  # decoded rows, encoded rows
+
+
+class EncodedStore:
+    """Blocks of `store`, encoded by `codec`; at most `buffer_bytes` of them are on their way."""
+
+    flexkv_api: ClassVar[int] = API_VERSION
+    addressing: ClassVar[Literal["slot", "key"]] = "slot"
+
+    def __init__(self, store: StorageBackend, codec: TierCodec, buffer_bytes: int) -> None:
+        if store.addressing != self.addressing or not getattr(store, "any_block_bytes", False):
+            raise ConfigError(
+                f"{type(store).__name__} stores blocks of the spec's size only; disk_codec needs "
+                "a backend with slots and any_block_bytes, such as disk"
+            )
+        self.store, self.codec, self._buffer_bytes = store, codec, buffer_bytes
+        self.alignment_bytes = store.alignment_bytes
+        self._arena: Arena | None = None  # while it is open
+        self._limiter = anyio.CapacityLimiter(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+    @classmethod
+    def probe(cls) -> Sequence[DeviceInfo]:
+        """Find nothing: it stands before a store that does."""
+        return []
+
+    async def open(self, services: Services) -> Recovered | None:
+        """Open the store below with slots of encoded size; raises as it does, and CapacityError
+        when there is no memory for the encoding arena.
+        """
+        self._spec = services.identity.spec
+        self._encoded_bytes = self.codec.stored_bytes(self._spec)
+        stride = -(-self._encoded_bytes // PAGE_BYTES) * PAGE_BYTES
+        slots = max(2, self._buffer_bytes // stride)
+        self._pool, self._lane = SlotPool(slots), Lane("encoding", slots)
+        self._torn = 0  # slots that something may still land in, for ever
+        self._host = services.arena
+        arena = Arena(slots, stride, huge_pages=False, prefault=False)
+        below = replace(services, arena=arena, block_bytes=self._encoded_bytes)
+        try:
+            found = await self.store.open(below)
+        except BaseException:
+            arena.close()
+            raise
+        self._arena = arena
+        return found
+
+    async def read(self, batch: BlockIO) -> Statuses:
+        """Read and decode: LANDED means verified by the store and decoded."""
+        statuses = np.full(len(batch), IOStatus.FAILED, np.uint8)
+        for part in self._parts(len(batch)):
+            piece = _cut(batch, part)
+            async with self._borrow(len(piece)) as slots:
+                answer = await self.store.read(replace(piece, host_slots=slots))
+                found = as_statuses(answer, len(slots)) == LANDED
+                await self._run(self._decode, piece.host_slots[found], slots[found])
+                statuses[part] = answer
+        return statuses
+
+    async def write(self, batch: BlockIO) -> Statuses:
+        """Encode and write; one status per block, as the store says."""
+        statuses = np.full(len(batch), IOStatus.FAILED, np.uint8)
+        for part in self._parts(len(batch)):
+            piece = _cut(batch, part)
+            async with self._borrow(len(piece)) as slots:
+                await self._run(self._encode, piece.host_slots, slots)
+                answer = await self.store.write(replace(piece, host_slots=slots))
+                statuses[part] = as_statuses(answer, len(slots))
+        return statuses
+
+    async def discard(self, batch: BlockIO) -> Statuses:
+        """Forget the blocks, as the store does."""
+        return await self.store.discard(batch)
+
+    async def aclose(self) -> None:
+        """Close the store below, which waits for what is in flight; then give the arena back."""
+        await self.store.aclose()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    # slots of the encoding arena
+
+    def _parts(self, blocks: int) -> list[slice]:
+        """Cut a batch so that two of its size fit into the arena.
+
+        Raises:
+            ClosedError: the store is not open.
+        """
+        if self._arena is None:
+            raise ClosedError("the encoded store is not open")
+        step = max(1, self._lane.limit // 2)
+        return [slice(at, at + step) for at in range(0, blocks, step)]
+
+    @asynccontextmanager
+    async def _borrow(self, count: int) -> AsyncIterator[SlotIds]:
+        if self._pool.capacity - self._torn < count:
+            raise CapacityError("the encoding arena is lost to transfers that were torn away")
+        held = await self._lane.acquire(count)
+        slots = self._pool.take(held)
+        whole = False
+        try:
+            with anyio.CancelScope(shield=True):
+                yield slots
+            whole = True
+        except Exception:  # the store or the codec refused; nothing of it is on its way
+            whole = True
+            raise
+        finally:
+            if whole:
+                self._pool.give(slots)
+                self._lane.release(held)
+            else:
+                self._torn += held
+
+    # codecs, in threads
+
+    def _encode(self, decoded: NDArray[np.uint8], encoded: NDArray[np.uint8]) -> None:
+        self.codec.codec.encode(self._spec, decoded, encoded)
+
+    def _decode(self, decoded: NDArray[np.uint8], encoded: NDArray[np.uint8]) -> None:
+        self.codec.codec.decode(self._spec, encoded, decoded)
+
+    async def _run(self, verb: Verb, host_slots: SlotIds, slots: SlotIds) -> None:
+        """Encode or decode pairs of slots, spread over threads."""
+        count = len(slots)
+        step = max(1, _SHARE_BYTES // self._spec.block_bytes)
+        if count <= step:
+            if count:
+                await self._in_thread(verb, host_slots, slots)
+            return
+        async with anyio.create_task_group() as group:
+            for at in range(0, count, step):
+                share = slice(at, at + step)
+                group.start_soon(self._in_thread, verb, host_slots[share], slots[share])
+
+    async def _in_thread(self, verb: Verb, host_slots: SlotIds, slots: SlotIds) -> None:
+        await anyio.to_thread.run_sync(self._work, verb, host_slots, slots, limiter=self._limiter)
+
+    def _work(self, verb: Verb, host_slots: SlotIds, slots: SlotIds) -> None:
+        assert self._arena is not None
+        for first, stop in _runs(host_slots, slots):
+            length = stop - first
+            host = self._host.rows(int(host_slots[first]), length)
+            encoded = self._arena.rows(int(slots[first]), length)
+            verb(host[:, : self._spec.block_bytes], encoded[:, : self._encoded_bytes])
+
+
+def _cut(batch: BlockIO, part: slice) -> BlockIO:
+    return replace(
+        batch,
+        host_slots=batch.host_slots[part],
+        store_slots=batch.store_slots[part],
+        keys=batch.keys[part],
+        parents=None if batch.parents is None else batch.parents[part],
+        depths=None if batch.depths is None else batch.depths[part],
+    )
+
+
+def _runs(left: SlotIds, right: SlotIds) -> Iterator[tuple[int, int]]:
+    """Half-open ranges in which both sides are neighbours."""
+    breaks = (np.diff(left.astype(np.int64)) != 1) | (np.diff(right.astype(np.int64)) != 1)
+    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(left)]
+    yield from pairwise(edges)
