@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -62,6 +62,8 @@ class EncodedStore:
         self.alignment_bytes = store.alignment_bytes
         self._arena: Arena | None = None  # while it is open
         self._limiter = anyio.CapacityLimiter(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._batches, self._idle = 0, anyio.Event()
+        self._closing = False
 
     @classmethod
     def probe(cls) -> Sequence[DeviceInfo]:
@@ -92,24 +94,26 @@ class EncodedStore:
     async def read(self, batch: BlockIO) -> Statuses:
         """Read and decode: LANDED means verified by the store and decoded."""
         statuses = np.full(len(batch), IOStatus.FAILED, np.uint8)
-        for part in self._parts(len(batch)):
-            piece = _cut(batch, part)
-            async with self._borrow(len(piece)) as slots:
-                answer = await self.store.read(replace(piece, host_slots=slots))
-                found = as_statuses(answer, len(slots)) == LANDED
-                await self._run(self._decode, piece.host_slots[found], slots[found])
-                statuses[part] = answer
+        with self._batch():
+            for part in self._parts(len(batch)):
+                piece = _cut(batch, part)
+                async with self._borrow(len(piece)) as slots:
+                    answer = await self.store.read(replace(piece, host_slots=slots))
+                    found = as_statuses(answer, len(slots)) == LANDED
+                    await self._run(self._decode, piece.host_slots[found], slots[found])
+                    statuses[part] = answer
         return statuses
 
     async def write(self, batch: BlockIO) -> Statuses:
         """Encode and write; one status per block, as the store says."""
         statuses = np.full(len(batch), IOStatus.FAILED, np.uint8)
-        for part in self._parts(len(batch)):
-            piece = _cut(batch, part)
-            async with self._borrow(len(piece)) as slots:
-                await self._run(self._encode, piece.host_slots, slots)
-                answer = await self.store.write(replace(piece, host_slots=slots))
-                statuses[part] = as_statuses(answer, len(slots))
+        with self._batch():
+            for part in self._parts(len(batch)):
+                piece = _cut(batch, part)
+                async with self._borrow(len(piece)) as slots:
+                    await self._run(self._encode, piece.host_slots, slots)
+                    answer = await self.store.write(replace(piece, host_slots=slots))
+                    statuses[part] = as_statuses(answer, len(slots))
         return statuses
 
     async def discard(self, batch: BlockIO) -> Statuses:
@@ -117,7 +121,10 @@ class EncodedStore:
         return await self.store.discard(batch)
 
     async def aclose(self) -> None:
-        """Close the store below, which waits for what is in flight; then give the arena back."""
+        """Wait for batches that are in, close the store below, then give the arena back."""
+        self._closing = True
+        while self._batches:
+            await self._idle.wait()
         await self.store.aclose()
         arena, self._arena = self._arena, None
         if arena is not None:
@@ -125,14 +132,26 @@ class EncodedStore:
 
     # slots of the encoding arena
 
-    def _parts(self, blocks: int) -> list[slice]:
-        """Cut a batch so that two of its size fit into the arena.
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        """Count a batch: closing waits for it.
 
         Raises:
             ClosedError: the store is not open.
         """
-        if self._arena is None:
+        if self._arena is None or self._closing:
             raise ClosedError("the encoded store is not open")
+        self._batches += 1
+        try:
+            yield
+        finally:
+            self._batches -= 1
+            if not self._batches:
+                self._idle.set()
+                self._idle = anyio.Event()
+
+    def _parts(self, blocks: int) -> list[slice]:
+        """Cut a batch so that two of its size fit into the arena."""
         step = max(1, self._lane.limit // 2)
         return [slice(at, at + step) for at in range(0, blocks, step)]
 
@@ -182,11 +201,13 @@ class EncodedStore:
         await anyio.to_thread.run_sync(self._work, verb, host_slots, slots, limiter=self._limiter)
 
     def _work(self, verb: Verb, host_slots: SlotIds, slots: SlotIds) -> None:
-        assert self._arena is not None
+        arena = self._arena
+        if arena is None:  # who asked is gone, torn away, and the store was closed meanwhile
+            raise ClosedError("the encoded store is not open")
         for first, stop in _runs(host_slots, slots):
             length = stop - first
             host = self._host.rows(int(host_slots[first]), length)
-            encoded = self._arena.rows(int(slots[first]), length)
+            encoded = arena.rows(int(slots[first]), length)
             verb(host[:, : self._spec.block_bytes], encoded[:, : self._encoded_bytes])
 
 

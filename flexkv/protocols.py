@@ -30,9 +30,8 @@ API_VERSION = 1
 class Services:
     """What a backend may use: completions, the host arena, the identity of what is stored.
 
-    `settings` are the backend's own options from the configuration, `capacity_blocks` the slots it
-    must hold (0 for key-addressed stores without a limit). `block_bytes` (0: the spec's) are those
-    of its blocks: encoded ones, for slot-addressed stores that say `any_block_bytes = True`.
+    `settings` are the backend's own options, `capacity_blocks` the slots it must hold (0: no
+    limit). Stores that say `any_block_bytes = True` may get encoded blocks of `block_bytes` each.
     """
 
     completions: Completions

@@ -85,8 +85,7 @@ class DiskBackend:
         size = services.block_bytes or services.identity.spec.block_bytes
         if services.arena.stride_bytes < size:
             raise ConfigError(
-                f"disk tier: a block of {size} bytes does not fit into arena slots of "
-                f"{services.arena.stride_bytes}"
+                f"disk tier: {size} bytes do not fit into slots of {services.arena.stride_bytes}"
             )
         store = await open_patiently(settings, services.identity, services.capacity_blocks, size)
         try:
