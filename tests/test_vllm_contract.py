@@ -109,6 +109,57 @@ def test_a_prompt_is_found_again_after_a_reset(vllm: Any, connector: type) -> No
             assert engine.counts["loaded"] > 0
 
 
+# --- hints of requests
+
+
+def reload_after_others(
+    connector: type, dice: random.Random, hint: Any, options: dict[str, Any]
+) -> int:
+    """How many tokens of a conversation of 36 come back after 12 other requests of 40."""
+    settings = {"host_cache_bytes": 128 << 10, "load": "async", "min_load_tokens": 0}
+    with running(connector, dice, **(options | settings)) as engine:
+        prompt = [dice.randrange(50) for _ in range(28)]
+        first = engine.add("first", prompt, 9, parameters=hint)
+        engine.settle()
+        talk = list(first.all_token_ids[:36])
+        for number in range(12):
+            engine.add(f"r{number}", [dice.randrange(50) for _ in range(32)], 8)
+            engine.settle()
+        assert engine.reset()
+        before = engine.counts["loaded"]
+        engine.add("again", [*talk, *range(8)], 2)
+        engine.settle()
+        return int(engine.counts["loaded"] - before)
+
+
+def test_a_hint_keeps_a_request_prompt_and_answer(vllm: Any, connector: type) -> None:
+    for minor in (19, 28, 32):
+        loaded = []
+        for hint in (None, {"flexkv": {"priority": 90}}, {"flexkv": {"steps": 2}}):
+            dice, options = choose(vllm, 1, minor=minor, ranks=1, save="finish", depth=1)
+            options = {name: options[name] for name in options if "disk" not in name}
+            loaded.append(reload_after_others(connector, dice, hint, options))
+        # 36 tokens were computed: whole blocks of 8, of which the prompt has 24 tokens
+        assert loaded[0] < 24 < loaded[1] == loaded[2] == 32
+
+
+def test_hints_that_make_no_sense_are_logged_and_the_request_is_served(
+    vllm: Any, connector: type, caplog: Any
+) -> None:
+    dice, options = choose(vllm, 2, minor=32)
+    wrong = ({"priority": 200}, {"priority": "high"}, {"colour": 1}, "soon", {"ttl_s": -1})
+    with running(connector, dice, **options) as engine:
+        load = Load(engine, dice)
+        for number, hint in enumerate(wrong):
+            prompt = [dice.randrange(50) for _ in range(20)]
+            load.asked[f"w{number}"] = engine.add(
+                f"w{number}", prompt, 3, parameters={"flexkv": hint, "do_remote_prefill": False}
+            )
+        engine.settle()
+        load.check()
+    assert sum("vllm.hint_ignored" in line for line in caplog.messages) >= len(wrong)
+
+
 # --- when flexkv itself fails
 
 

@@ -33,7 +33,8 @@ class Request:
         self.num_prompt_tokens, self.max_tokens = len(prompt), answer
         self.all_token_ids = list(prompt)
         self.cache_salt, self.lora_request, self.mm_features = salt, None, []
-        self.prompt_embeds = self.kv_transfer_params = None
+        self.prompt_embeds = None
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.skip_reading_prefix_cache = False
         self.num_computed_tokens = self.num_preemptions = 0
         self.status = WAITING
@@ -245,8 +246,16 @@ class FakeEngine:
 
     # --- what a client does
 
-    def add(self, name: str, prompt: list[int], answer: int, salt: str | None = None) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        answer: int,
+        salt: str | None = None,
+        parameters: dict[str, Any] | None = None,
+    ) -> Request:
         request = Request(name, prompt, answer, salt)
+        request.kv_transfer_params = parameters
         self.requests[name] = request
         self.waiting.append(request)
         self.connector.on_new_request(request)

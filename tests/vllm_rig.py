@@ -24,6 +24,14 @@ from flexkv.protocols import BlockCopy, BlockIO, Region
 MINORS = (19, 22, 25, 28, 30, 32, 33)
 
 
+HINTS: tuple[dict[str, Any], ...] = (
+    {"flexkv": {"priority": 80, "ttl_s": 5}},
+    {"flexkv": {"steps": 1, "prefetch": True}},
+    {"flexkv": {"priority": "high"}},
+    {"flexkv": ["priority"]},
+)
+
+
 class RoughDevice(CpuBackend):
     """Memory whose copies take their time, and of which a share fails half way."""
 
@@ -137,7 +145,8 @@ class Load:
         prompt = dice.choice(self.shared) + [dice.randrange(50) for _ in range(dice.randrange(24))]
         name = f"r{len(self.asked)}"
         salt = dice.choice(self.salts)
-        self.asked[name] = self.engine.add(name, prompt, dice.randrange(1, 20), salt)
+        hint = dice.choice((None, None, *HINTS))
+        self.asked[name] = self.engine.add(name, prompt, dice.randrange(1, 20), salt, hint)
 
     def abort(self) -> None:
         if alive := [name for name in self.engine.requests if name not in self.aborted]:

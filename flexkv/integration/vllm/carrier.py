@@ -1,7 +1,7 @@
 """What the scheduler's side does on the manager's thread: looks up, launches, puts, waits for ends.
 
-`Carrier.match` - `launch`, `put` (a load, a save). What has ended waits in `done`, and `news` is
-set: vLLM's thread takes it from there.
+`Carrier.match` - `launch`, `put` (a load, a save) - `heed` (a hint). What has ended waits in
+`done`, and `news` is set: vLLM's thread takes it from there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import math
 import threading
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from flexkv.errors import CapacityError
 from flexkv.integration.vllm.events import NoEvents
 from flexkv.integration.vllm.groups import GroupTable
+from flexkv.integration.vllm.hints import Hint
 from flexkv.integration.vllm.requests import State, Work, slots_of
 from flexkv.manager import KVManager
 from flexkv.ranks import RankServer
@@ -116,6 +118,17 @@ class Carrier:
         self._watch(save)
         for keys, first, group in self._groups.saved(save.transfer.keys, save.held):
             self._events.learn(keys, save.naming, first, group)
+
+    def heed(self, hint: Hint, tokens: NDArray[np.int32], namespace: tuple[str, ...]) -> None:
+        """Do what a hint on a prompt says."""
+        given: dict[str, Any] = {"namespace": namespace, "groups": self._groups.cache}
+        try:
+            if hint.retain:
+                self._manager.retain(tokens, **given, **hint.retain)
+            if hint.prefetch:
+                self._manager.prefetch_async(tokens, **given)
+        except Exception as error:
+            log.warning("vllm.hint_ignored", request=hint.request, error=repr(error))
 
     def _watch(self, work: Work) -> None:
         task = asyncio.get_running_loop().create_task(self._wait_for(work))

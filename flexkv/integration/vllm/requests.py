@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import FlexKVError
+from flexkv.integration.vllm.hints import Hint
 from flexkv.telemetry import log
 from flexkv.transfer import GetResult, Plan, Transfer
 
@@ -67,6 +68,7 @@ class State:
     known_tokens: int = 0  # leading tokens that the cache held when it was asked
     junction_tokens: int = 0  # leading tokens of which it lacked nothing but a window
     load_failed: bool = False
+    hint: Hint | None = None
 
     def read(self, request: Any) -> NDArray[np.int32]:
         """Return the request's tokens so far; only new ones are converted."""

@@ -20,6 +20,7 @@ from flexkv.integration.vllm.carrier import Carrier
 from flexkv.integration.vllm.events import open_events
 from flexkv.integration.vllm.geometry import describe
 from flexkv.integration.vllm.groups import GroupTable
+from flexkv.integration.vllm.hints import Hint, read_hint
 from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
@@ -232,10 +233,20 @@ class SchedulerSide:
         if self._options.save == "prompt":
             usable = min(usable, request.num_prompt_tokens)
         count = self._groups.complete(block_ids, usable // self._size)
+        if state.hint is not None:
+            self._extend_hint(state.hint, state, request.num_prompt_tokens, count * self._size)
         covered = max([state.known_tokens, *(save.tokens for save in saves)])
         if count * self._size > covered:
             saves.append(self._save(request, state, block_ids, count))
         return self._saves.wait_for(name, saves)
+
+    def _extend_hint(self, hint: Hint, state: State, prompt: int, stored: int) -> None:
+        """Have the hint on a prompt cover what is stored of the answer, too."""
+        if hint.retain and stored // self._size > prompt // self._size:
+            over = Hint(hint.request, {"ttl_s": 0.0})
+            self.kv.post(self._carrier.heed, over, state.tokens[:prompt], state.namespace)
+            later = Hint(hint.request, hint.retain)
+            self.kv.post(self._carrier.heed, later, state.tokens[:stored], state.namespace)
 
     def _save(self, request: Any, state: State, block_ids: Sequence[list[int]], count: int) -> Work:
         """Store a request's first `count` blocks, given by group."""
@@ -286,6 +297,9 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = State(namespace_of(request))
+            state.hint = read_hint(request)
+            if state.hint is not None:
+                self.kv.post(self._carrier.heed, state.hint, state.read(request), state.namespace)
         return state
 
     def _drop_plan(self, state: State) -> None:
