@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -131,7 +132,7 @@ def _run(name: str, settings: list[str] | None, directory: Path | None, as_json:
 
             results = run(progress, **options)
     except (FlexKVError, OSError) as error:
-        errors.print(f"[red]flexkv bench {name}:[/red] {error}", highlight=False)
+        errors.print(f"[red]flexkv bench {name}:[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(report(name, results), indent=2, allow_nan=False))
