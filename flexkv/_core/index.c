@@ -20,7 +20,6 @@ static size_t lay_out(fx_index *index, char *base) {
   index->keys = (fx_key *)(base + carve(&used, n + 1, sizeof(fx_key)));
   index->nodes = (fx_node *)(base + carve(&used, n + 1, sizeof(fx_node)));
   index->masks = (fx_mask *)(base + carve(&used, n + 1, sizeof(fx_mask)));
-  index->held = (uint8_t *)(base + carve(&used, n, sizeof(uint8_t)));
   index->table = (uint64_t *)(base + carve(&used, (size_t)index->table_mask + 1, sizeof(uint64_t)));
   index->trial = (uint32_t *)(base + carve(&used, n, sizeof(uint32_t)));
   for (uint32_t t = 0; t < index->tiers; t++) {
@@ -31,6 +30,7 @@ static size_t lay_out(fx_index *index, char *base) {
     tier->standing = (fx_standing *)(base + carve(&used, n, sizeof(fx_standing)));
     tier->heap = (fx_standing *)(base + carve(&used, n + FX_ROOT + 1, sizeof(fx_standing)));
   }
+  index->held = (uint8_t *)(base + carve(&used, n, sizeof(uint8_t)));
   return used;
 }
 
