@@ -122,11 +122,14 @@ class HintTree:
                 del self._segments[key]
 
     def weights(self, path: list[int]) -> NDArray[np.int32]:
-        """Return the weights of the blocks of a prompt that is, or was, there."""
+        """Return the weights of the blocks of a prompt, whether it is there or not."""
         found, at = np.zeros(len(path), np.int32), 0
         while at < len(path) and (segment := self._segments.get(path[at])) is not None:
-            found[at : at + len(segment.keys)] = segment.best
-            at += len(segment.keys)
+            common = _common(segment.keys, path, at)
+            found[at : at + common] = segment.best
+            at += common
+            if common < len(segment.keys):  # here the prompt parts from those that are there
+                break
         return found
 
     def _split(self, segment: _Segment, length: int) -> None:

@@ -164,6 +164,18 @@ def test_a_tree_of_hints_shares_what_prompts_share() -> None:
     assert len(tree) == 0
 
 
+def test_taking_back_what_was_never_hinted_weighs_nothing() -> None:
+    tree = HintTree()
+    tree.add([1, 2, 3], 5)
+    assert tree.weights([1, 2, 9]).tolist() == [5, 5, 0]
+    assert tree.weights([1, 2]).tolist() == [5, 5]
+    hinted = Hinted(LRU())
+    hinted.put("abx")
+    hinted.retain("abc")
+    assert not hinted.retain("abx", ttl_s=0)
+    assert hinted.hints.holds["host"].hinted == 2
+
+
 def test_steps_evicts_variable_suffixes_first_then_the_farthest() -> None:
     hinted = Hinted(Steps(), capacity=16)
     hinted.put("old")
