@@ -175,7 +175,7 @@ async def test_too_few_slots_and_too_small_an_arena_are_told(tmp_path: Path) -> 
     async with Rig(folders(tmp_path / "x", 1)) as rig:
         big = Identity("m", "", KVSpec.uniform(8, 8, 128))
         services = Services(rig.completions, rig.arena, big, {"directories": [tmp_path / "y"]}, 4)
-        with pytest.raises(ConfigError, match="does not fit"):
+        with pytest.raises(ConfigError, match="do not fit"):
             await other.open(services)
 
 
