@@ -67,7 +67,7 @@ def disk_codec(config: FlexKVConfig) -> TierCodec | None:
     if not callable(getattr(plugin, "encode", None)):
         raise ConfigError(
             f"disk_codec={config.disk_codec!r} drops tokens: it packs private copies of one "
-            "session (flexkv.codecs.sessions) and is never used for a tier"
+            "session and is never used for a tier"
         )
     return TierCodec(config.disk_codec, plugin())
 
