@@ -8,12 +8,13 @@ answered; `post` does not wait, `visit` makes a call between two things that the
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
 
 from flexkv.ahead import Groups, Namespace
 from flexkv.config import FlexKVConfig
@@ -22,10 +23,11 @@ from flexkv.events import EventStream
 from flexkv.groups import WHOLE
 from flexkv.manager import KVManager
 from flexkv.protocols import Region
-from flexkv.threads import SharedSelector
+from flexkv.threads import Answer, SharedSelector
 from flexkv.transfer import GetResult, Plan, PutResult, Transfer
 
 _T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 
 class BlockingTransfer:
@@ -66,40 +68,38 @@ class BlockingTransfer:
         self._manager.call(self._transfer.cancel)
 
 
-class _Answer(Generic[_T]):
-    """What a call on another thread comes to; a bare lock, as every call has to pass it."""
-
-    __slots__ = ("_error", "_ready", "_value")
-
-    def __init__(self) -> None:
-        self._ready = threading.Lock()
-        self._ready.acquire()
-        self._value: Any = None
-        self._error: BaseException | None = None
-
-    async def work_out(
-        self, verb: Callable[..., _T], arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        try:
-            self._value = verb(*arguments, **keywords)
-        except BaseException as error:  # raised again where it is waited for
-            self._error = error
-        finally:
-            self._ready.release()
-
-    def wait(self) -> _T:
-        self._ready.acquire()
-        if self._error is not None:
-            raise self._error
-        value: _T = self._value
-        return value
-
-
 def _start(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
     """Calls run as tasks, because what they start asks which loop it is on. None of them awaits
     anything, so that a task is over before somebody could drop it.
     """
     loop.create_task(work)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that other threads reach without giving up the interpreter's lock (see threads.py)."""
+
+    def __init__(self, shared: SharedSelector) -> None:
+        super().__init__(shared)
+        self._shared = shared
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[_Ts]], object],
+        *args: *_Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        """See asyncio; calls are made in the order in which all threads ask for them."""
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        context = contextvars.copy_context() if context is None else context
+        handle = asyncio.Handle(callback, args, self, context)
+
+        def make() -> None:
+            if not handle.cancelled():
+                self.call_soon(callback, *args, context=context)
+
+        self._shared.leave(make)
+        return handle
 
 
 class BlockingKVManager:
@@ -118,7 +118,7 @@ class BlockingKVManager:
     def __enter__(self) -> Self:
         if self._thread is not None:
             raise ClosedError("a BlockingKVManager is entered once; make another one")
-        self._loop = asyncio.SelectorEventLoop(self._shared)
+        self._loop = _Loop(self._shared)
         self._thread = threading.Thread(target=self._serve, name="flexkv-loop", daemon=True)
         self._thread.start()
         try:
@@ -166,7 +166,7 @@ class BlockingKVManager:
         assert loop is not None
         assert self._thread is not None
         # a turn later: a task that is cancelled before its first step answers nobody
-        self._shared.hand(partial(loop.call_soon, loop.call_soon, loop.stop))
+        loop.call_soon_threadsafe(loop.call_soon, loop.stop)
         self._thread.join()
         loop.close()
 
@@ -202,7 +202,7 @@ class BlockingKVManager:
 
     def call(self, verb: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
         """Run a plain call on the loop thread and return what it returns."""
-        answer: _Answer[_T] = _Answer()
+        answer: Answer[_T] = Answer()
         self._begin(partial(answer.work_out, verb, arguments, keywords))
         return answer.wait()
 
@@ -239,7 +239,7 @@ class BlockingKVManager:
         """Start a coroutine on the loop before that is told to stop, or not at all."""
         with self._lock:
             loop = self._running_loop()
-            self._shared.hand(partial(loop.call_soon, _start, loop, make()))
+            loop.call_soon_threadsafe(_start, loop, make())
 
     @property
     def manager(self) -> KVManager:

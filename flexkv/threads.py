@@ -1,7 +1,7 @@
 """How another thread gets at what the loop thread works with, without waking it.
 
 `SharedSelector` (the loop's selector: other threads are let in between two things that it does,
-and hand it calls to make).
+and leave calls with it) - `Answer` (what a call on another thread comes to).
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import selectors
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
 
 # Keeps the interpreter's lock: os.write and call_soon_threadsafe let it go, and a thread that
 # computes then has it for milliseconds.
@@ -28,7 +31,7 @@ class SharedSelector(selectors.DefaultSelector):
         super().__init__()
         self.lock, self.turn = threading.Lock(), threading.Lock()
         self.asleep = False  # the loop waits, and has made up its mind for how long
-        self.handed: deque[Callable[[], object]] = deque()
+        self._left: deque[Callable[[], object]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.register(self._bell, selectors.EVENT_READ)
 
@@ -49,12 +52,12 @@ class SharedSelector(selectors.DefaultSelector):
     def _unrung(
         self, events: list[tuple[selectors.SelectorKey, int]]
     ) -> list[tuple[selectors.SelectorKey, int]]:
-        """Make the calls that were handed over, if the bell rang; the loop does not know it."""
+        """Make the calls that were left, if the bell rang; the loop does not know of it."""
         for position, (key, _) in enumerate(events):
             if key.fd == self._bell:
                 os.eventfd_read(self._bell)
-                while self.handed:
-                    self.handed.popleft()()
+                while self._left:
+                    self._left.popleft()()
                 return events[:position] + events[position + 1 :]
         return events
 
@@ -62,10 +65,10 @@ class SharedSelector(selectors.DefaultSelector):
         """Have the loop look at its timers again. For other threads, while the loop is open."""
         _ring(self._bell, 1)
 
-    def hand(self, call: Callable[[], object]) -> None:
+    def leave(self, call: Callable[[], object]) -> None:
         """Have a call, which must not raise, made on the loop thread soon. See `wake`."""
-        self.handed.append(call)
-        _ring(self._bell, 1)
+        self._left.append(call)
+        self.wake()
 
     def close(self) -> None:
         """Close the selector, and the bell with it."""
@@ -87,3 +90,32 @@ class SharedSelector(selectors.DefaultSelector):
             finally:
                 self.turn.release()
         raise TimeoutError(f"the manager's loop was busy for {timeout_s} s")
+
+
+class Answer(Generic[_T]):
+    """What a call on another thread comes to; a bare lock, as every call has to pass it."""
+
+    __slots__ = ("_error", "_ready", "_value")
+
+    def __init__(self) -> None:
+        self._ready = threading.Lock()
+        self._ready.acquire()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    async def work_out(
+        self, verb: Callable[..., _T], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        try:
+            self._value = verb(*arguments, **keywords)
+        except BaseException as error:  # raised again where it is waited for
+            self._error = error
+        finally:
+            self._ready.release()
+
+    def wait(self) -> _T:
+        self._ready.acquire()
+        if self._error is not None:
+            raise self._error
+        value: _T = self._value
+        return value

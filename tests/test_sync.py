@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,38 @@ def put(kv: BlockingKVManager, device: Device, name: int, first: int = 0) -> Blo
     for i in range(4):
         device.write(first + i, pattern(tokens, i))
     return kv.put(tokens, slots_of(range(first, first + 4)))
+
+
+def test_calls_of_all_kinds_are_made_in_the_order_in_which_they_are_asked_for() -> None:
+    """A flush that follows a posted put covers it."""
+    made: list[str] = []
+
+    async def note(what: str) -> None:
+        made.append(what)
+
+    with opened(None) as (kv, _):
+        for turn in range(200):  # the loop is asleep, or not, when they come
+            kv.post(made.append, f"post {turn}")
+            kv.run(note, f"run {turn}")
+            kv.post(made.append, f"late {turn}")
+            kv.call(made.append, f"call {turn}")
+    kinds = ("post", "run", "late", "call")
+    assert made == [f"{kind} {turn}" for turn in range(200) for kind in kinds]
+
+
+def test_calls_see_the_context_of_their_caller() -> None:
+    who = contextvars.ContextVar("who", default="nobody")
+    seen: list[str] = []
+
+    async def look() -> None:
+        seen.append(who.get())
+
+    with opened(None) as (kv, _):
+        who.set("me")
+        kv.call(lambda: seen.append(who.get()))
+        kv.post(lambda: seen.append(who.get()))
+        kv.run(look)
+    assert seen == ["me"] * 3
 
 
 def test_a_round_trip_without_a_loop(tmp_path: Path) -> None:
