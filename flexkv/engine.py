@@ -9,7 +9,7 @@ its blocks, nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 import anyio
@@ -132,13 +132,13 @@ class Engine:
         if len(run.ops) == 1:
             await self._run_op(run, run.ops[0])
             return
-        chains = _chains(run.ops)
+        chains = run.graph.chains()
         pending = iter(chains)
 
         async def work() -> None:
             for chain in pending:
-                for op in chain:
-                    await self._run_op(run, op)
+                for number in chain:
+                    await self._run_op(run, run.ops[number])
 
         await self._in_tasks(work, min(self.ops_in_flight, len(chains)))
 
@@ -332,18 +332,3 @@ def _no_room(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(_no_room(inner) for inner in error.exceptions)
     return isinstance(error, CapacityError)
-
-
-def _chains(ops: Sequence[_Op]) -> list[list[_Op]]:
-    """Put an op that waits for the one right before it alone into that one's chain.
-
-    A chain has one worker, so that none sits idle with the second leg of a block whose first one is
-    still on its way.
-    """
-    chains: list[list[_Op]] = []
-    for number, op in enumerate(ops):
-        if number and op.copy.after == (number - 1,):
-            chains[-1].append(op)
-        else:
-            chains.append([op])
-    return chains

@@ -301,6 +301,20 @@ class TransferGraph:
     parents: KeyArray | None = None
     depths: NDArray[np.uint32] | None = None
 
+    def chains(self) -> list[list[int]]:
+        """Return numbers of ops: one that waits for the one right before it alone is in its chain.
+
+        A chain has one worker, so that none sits idle with the second leg of a block whose first
+        one is still on its way.
+        """
+        chains: list[list[int]] = []
+        for number, copy in enumerate(self.ops):
+            if number and copy.after == (number - 1,):
+                chains[-1].append(number)
+            else:
+                chains.append([number])
+        return chains
+
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 

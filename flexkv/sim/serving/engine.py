@@ -87,13 +87,13 @@ class VirtualEngine:
         if len(run.ops) == 1:
             yield from self._op(run, run.ops[0])
             return
-        pending = iter(_chains(run.ops))
+        pending = iter(run.graph.chains())
         yield from self._together(lambda: self._work(run, pending), OPS_IN_FLIGHT)
 
-    def _work(self, run: Run, chains: Iterator[list[_Op]]) -> Task:
+    def _work(self, run: Run, chains: Iterator[list[int]]) -> Task:
         for chain in chains:
-            for op in chain:
-                yield from self._op(run, op)
+            for number in chain:
+                yield from self._op(run, run.ops[number])
 
     def _together(self, work: Callable[[], Task], tasks: int) -> Task:
         """Run `work` in so many tasks; be over when all are."""
@@ -162,14 +162,3 @@ class VirtualEngine:
 def _past_the_host(legs: Mapping[Edge, Leg]) -> list[Edge]:
     """Edges on which blocks stay in staging memory only."""
     return [(store, DEVICE) for store, target in legs if target == HOST and store != DEVICE]
-
-
-def _chains(ops: list[_Op]) -> list[list[_Op]]:
-    """Put an op that waits for the one right before it alone into that one's chain."""
-    chains: list[list[_Op]] = []
-    for number, op in enumerate(ops):
-        if number and op.copy.after == (number - 1,):
-            chains[-1].append(op)
-        else:
-            chains.append([op])
-    return chains
