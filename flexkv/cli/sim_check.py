@@ -76,7 +76,7 @@ def check(
     from flexkv.sim.serving.replay import check_config
 
     with showing():
-        whole = read(trace, format, tokens_per_block, 1, False, "none", None, 4.0, 0)
+        whole = read(trace, format, tokens_per_block, fill="none")
         chosen = list(whole.requests[:requests])
         costs = Calibration.read(profile).costs(block_bytes) if profile else None
         with tempfile.TemporaryDirectory(prefix="flexkv-check-", dir=directory) as name:

@@ -74,7 +74,7 @@ def policy_compare(
     loaded: list[Columns] = []
     malformed: list[Malformed] = []
     for path in [*trace, *(more or [])]:
-        one = read(path, format, tokens_per_block, 1, strict, None, None, 4.0, 0)
+        one = read(path, format, tokens_per_block, strict=strict)
         loaded.append(columns(one))
         malformed += one.malformed
     total = sum(item.accesses for item in loaded) * len(chosen) * len(sizes)

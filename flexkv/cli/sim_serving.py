@@ -212,7 +212,7 @@ def _setup(
     from flexkv.sim.serving.prices import Prices
     from flexkv.sim.serving.sizing import Setup, hardware_costs
 
-    trace = read(path, format, tokens_per_block, 1, False, "none", None, 4.0, 0)
+    trace = read(path, format, tokens_per_block, fill="none")
     trace = replace(trace, requests=trace.requests[:requests])
     machine = hardware(hardware_name)
     compute = ComputeModel(shape(model), machine.flops_per_s, machine.tiers["hbm"].read_bytes_per_s)

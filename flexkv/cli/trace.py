@@ -206,7 +206,7 @@ def replay(
     from flexkv.bench.trace_replay import replay as run
     from flexkv.cli.trace_replay import blocks_of, result_table
 
-    trace = read(path, format, tokens_per_block, coarsen, strict, fill, None, 4.0, seed)
+    trace = read(path, format, tokens_per_block, coarsen, strict, fill, seed=seed)
     if limit is not None:
         trace = trace.first(limit)
     with showing(), progress_bar(f"replaying {trace.name}") as report:

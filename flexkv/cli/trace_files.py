@@ -77,12 +77,12 @@ def read(
     path: Path,
     format: str | None,
     tokens_per_block: int | None,
-    coarsen: int,
-    strict: bool,
-    fill: str | None,
-    tokenizer: Path | None,
-    characters_per_token: float,
-    seed: int,
+    coarsen: int = 1,
+    strict: bool = False,
+    fill: str | None = None,
+    tokenizer: Path | None = None,
+    characters_per_token: float = 4.0,
+    seed: int = 0,
 ) -> Trace:
     """Read a trace, with a bar; exit with 1 if it cannot be read."""
     from flexkv.traces import read_trace
