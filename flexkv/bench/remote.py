@@ -101,8 +101,7 @@ class Bench:
         """Write and read the batch, in turn with the others."""
         async with self._opened() as (store, batch):
             await self._land(store.write, batch)
-            place: bytes = store._place
-            self.names = [place + key.tobytes().hex().encode() for key in batch.keys]
+            self.names = store.names(batch.keys)
 
             def ours(verb: Any) -> Callable[[], float]:
                 def once() -> float:
@@ -184,11 +183,13 @@ class RedisBench(Bench):
 
     def ways(self) -> dict[str, Callable[[], float]]:
         """A client that knows the sizes of all answers, and redis-py."""
+        from flexkv.backends.remote.redis import command
+
         where, size = urlsplit(self.url), self.size + HEAD.itemsize
         place = (where.hostname, where.port or 6379)
         connection = self.open.enter_context(socket.create_connection(place))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-        ask = b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(n), n) for n in self.names)
+        ask = b"".join(command(b"GET", name) for name in self.names)
         total = self.count * (len(b"$%d\r\n" % size) + size + 2)
         room = memoryview(bytearray(total))
         client = self.open.enter_context(import_module("redis").Redis.from_url(self.url))

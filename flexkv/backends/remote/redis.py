@@ -110,8 +110,7 @@ class RespClient:
         self._timeout_s = settings.timeout_ms / 1e3
         self._expiry = b""
         if settings.ttl_s:
-            digits = b"%d" % settings.ttl_s
-            self._expiry = b"$2\r\nEX\r\n$%d\r\n%s\r\n" % (len(digits), digits)
+            self._expiry = _words(b"EX", b"%d" % settings.ttl_s)
         self._socket: socket.socket | None = None
         self._waits = 0  # the flag that makes one call of the kernel wait for all bytes
         self._early = memoryview(b"")  # bytes that came with a first line, not used yet
@@ -127,8 +126,7 @@ class RespClient:
     ) -> None:
         """GET all names at once; values go where they belong."""
         with self._talk() as connection:
-            ask = b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(n), n) for n in names)
-            connection.sendall(ask)
+            connection.sendall(b"".join(command(b"GET", name) for name in names))
             for number, (head, body) in enumerate(zip(heads, bodies, strict=True)):
                 size = self._bulk_size()
                 if size == -1:
@@ -165,8 +163,7 @@ class RespClient:
     def discard(self, names: Sequence[bytes], statuses: Statuses) -> None:
         """UNLINK each name."""
         with self._talk() as connection:
-            ask = b"".join(b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n%s\r\n" % (len(n), n) for n in names)
-            connection.sendall(ask)
+            connection.sendall(b"".join(command(b"UNLINK", name) for name in names))
             for number in range(len(names)):
                 line = self._line()
                 if line not in (b":0", b":1"):
@@ -307,12 +304,19 @@ class RespClient:
 
     def _command(self, *words: bytes) -> None:
         assert self._socket is not None
-        parts = [b"*%d\r\n" % len(words)]
-        parts += [b"$%d\r\n%s\r\n" % (len(word), word) for word in words]
-        self._socket.sendall(b"".join(parts))
+        self._socket.sendall(command(*words))
         line = self._line()
         if line != b"+OK":
             self._object(line)
+
+
+def command(*words: bytes) -> bytes:
+    """Return a command as the protocol writes it."""
+    return b"*%d\r\n" % len(words) + _words(*words)
+
+
+def _words(*words: bytes) -> bytes:
+    return b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
 def _limit(connection: socket.socket, timeout_s: float) -> None:

@@ -18,7 +18,7 @@ from flexkv.backends.remote.couriers import Client, Couriers, Parcel, Verb
 from flexkv.backends.remote.heads import HEAD, judge, make_heads
 from flexkv.backends.remote.settings import RemoteSettings
 from flexkv.errors import ClosedError
-from flexkv.model import DAMAGED, FAILED, Statuses
+from flexkv.model import DAMAGED, FAILED, KeyArray, Statuses
 from flexkv.protocols import API_VERSION, BlockIO, DeviceInfo, Recovered, Services
 from flexkv.telemetry import log
 
@@ -70,6 +70,10 @@ class RemoteStore:
     def is_down(self) -> bool:
         """Whether the store counts as not reachable."""
         return self._services is not None and self._breaker.is_open
+
+    def names(self, keys: KeyArray) -> list[bytes]:
+        """Return what the blocks of `keys` are called in the store."""
+        return [self._place + key.tobytes().hex().encode() for key in keys]
 
     async def read(self, batch: BlockIO) -> Statuses:
         """Fill the arena slots. MISSING: the store does not have it. DAMAGED: other bytes came
@@ -130,7 +134,7 @@ class RemoteStore:
         """Cut a batch into a parcel for each courier; statuses are views of `statuses`."""
         count, keys = len(batch), np.ascontiguousarray(batch.keys, np.uint64)
         slots = np.ascontiguousarray(batch.host_slots, np.uint32)
-        names = [self._place + key.tobytes().hex().encode() for key in keys]
+        names = self.names(keys)
         heads = np.zeros(count, HEAD)
         if verb == "write" and batch.parents is not None:
             heads["parent"], heads["depth"] = batch.parents, batch.depths
