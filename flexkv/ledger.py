@@ -89,7 +89,8 @@ class Ledger:
         self._free_when_saved = np.zeros(self.host.capacity, np.bool_)
 
     def _forget(self, tier: Tier, keys: KeyArray) -> None:
-        self.discards.append(Discard(tier, np.empty(0, np.uint32), keys))
+        if len(keys):
+            self.discards.append(Discard(tier, np.empty(0, np.uint32), keys))
 
     def open_landing(self, blocks: BlockIds) -> int:
         """Number a landing of `blocks` in the host that other graphs may join until it is
@@ -177,6 +178,8 @@ class Ledger:
             busy = self._saving[slots]
             self._free_when_saved[slots[busy]] = True
             tier.give(slots[~busy])
+        elif keys is None and tier.forget is not None:  # which was told when they left
+            tier.give(slots)
         elif len(slots):
             held = np.zeros((len(slots), 2), np.uint64) if keys is None else keys
             self.discards.append(Discard(tier, slots, held))
@@ -209,11 +212,14 @@ class Ledger:
         pinned or in flight.
         """
         self.hints.clear()
+        for tier in self.stores:
+            if tier.forget is not None:
+                tier.forget(self.index.keys(self.index.readable(tier.number)))
         self.index.clear()
         self._landing_of[:] = 0
         self._strikes[:] = 0
         self.spills.clear()
         for tier in self.tiers.values():
             tier.pool = SlotPool(tier.capacity)
-            if tier is not self.host:
+            if tier is not self.host and tier.forget is None:
                 self.vacate(tier, tier.pool.take(tier.capacity))

@@ -107,8 +107,14 @@ async def test_a_manager_starts_without_its_server(server: RedisServer) -> None:
 async def test_a_reset_forgets_the_remote_blocks(server: RedisServer) -> None:
     async with open_rig(**remote(server)) as rig:
         await rig.put(prompt(1, BLOCKS))
-        await rig.kv.reset()
+        with redis.Redis.from_url(server.url) as client:
+            assert client.dbsize() == BLOCKS
+            await rig.kv.reset()
+            assert client.dbsize() == 0
         assert (await rig.get(prompt(1, BLOCKS))).loaded == 0
+        await rig.put(prompt(1, BLOCKS))
+        await rig.push_out()
+        assert (await rig.get(prompt(1, BLOCKS))).loaded == TOKENS
 
 
 @pytest.mark.parametrize(
