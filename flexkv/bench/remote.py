@@ -22,6 +22,7 @@ import anyio.from_thread
 import anyio.to_thread
 import numpy as np
 
+from flexkv import plugins
 from flexkv.backends.remote.heads import HEAD
 from flexkv.backends.remote.store import RemoteStore
 from flexkv.bench.report import Progress, Result, interleave, median, ratio_of_pairs
@@ -153,12 +154,7 @@ class Bench:
     async def _opened(self) -> AsyncIterator[tuple[RemoteStore, BlockIO]]:
         completions = Completions(crew_threads=1)
         arena = Arena(self.count, self.spec.stride_bytes, huge_pages=False)
-        module = import_module(f"flexkv.backends.remote.{self.plugin}")
-        store: RemoteStore = next(
-            kind
-            for kind in vars(module).values()
-            if isinstance(kind, type) and issubclass(kind, RemoteStore) and kind is not RemoteStore
-        )()
+        store: RemoteStore = plugins.load(plugins.BACKENDS, self.plugin)()
         await store.open(
             Services(completions, arena, Identity("bench", "", self.spec), self.settings())
         )
