@@ -36,6 +36,8 @@ def cut_by_layers(graph: TransferGraph, layers: int, chunk_blocks: int) -> Trans
             before = range(max(first, len(ops) - 2), len(ops))  # the two that may be under way
             after = tuple(before if number == parts - 1 else before[:-1])
             joins = op.joins if number < 2 else ()
-            ops.append(replace(op, after=after, joins=joins, layers=span, of_layers=layers))
+            ops.append(
+                Copy(op.source, op.target, op.positions, after, op.landing, joins, span, layers)
+            )
         last.append(len(ops) - 1)
     return replace(graph, ops=tuple(ops))

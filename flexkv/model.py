@@ -302,17 +302,20 @@ class TransferGraph:
     depths: NDArray[np.uint32] | None = None
 
     def chains(self) -> list[list[int]]:
-        """Return numbers of ops: one that waits for the one right before it alone is in its chain.
+        """Return numbers of ops: one that waits for the last of a chain alone, continues it.
 
         A chain has one worker, so that none sits idle with the second leg of a block whose first
         one is still on its way.
         """
         chains: list[list[int]] = []
+        ends: dict[int, list[int]] = {}  # the last op of each chain
         for number, copy in enumerate(self.ops):
-            if number and copy.after == (number - 1,):
-                chains[-1].append(number)
-            else:
-                chains.append([number])
+            chain = ends.pop(copy.after[0], None) if len(copy.after) == 1 else None
+            if chain is None:
+                chain = []
+                chains.append(chain)
+            chain.append(number)
+            ends[number] = chain
         return chains
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -54,6 +55,19 @@ def test_a_copy_is_cut_into_ranges_two_at_a_time_that_cover_every_layer_once(
     assert reached == layers
     assert sum(op.size_bytes(1001) for op in cut.ops) == 1001
     assert len(cut.ops) == max(1, min(layers, ALL // chunk))
+
+
+def test_ranges_under_way_have_a_worker_each_and_the_last_one_its_own() -> None:
+    chains = cut_by_layers(graph_of(leg(HOST, DEVICE, ALL)), 7, 1).chains()
+    assert chains == [[0, 2, 4], [1, 3, 5], [6]]
+
+
+def test_a_chain_goes_on_with_what_waits_for_its_end_alone() -> None:
+    read, copy = leg("disk", HOST, ALL), leg(HOST, DEVICE, ALL)
+    graph = graph_of(read, replace(copy, after=(0,)), read, replace(copy, after=(2,)))
+    assert graph.chains() == [[0, 1], [2, 3]]
+    late = replace(read, after=(0,))  # its predecessor has been gone on with: others must not wait
+    assert graph_of(*graph.ops, late, replace(copy, after=(0, 4))).chains()[2:] == [[4], [5]]
 
 
 def test_only_what_the_host_holds_is_cut_and_other_ops_still_wait_for_the_right_ones() -> None:
