@@ -137,6 +137,40 @@ def test_every_instruction_set_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("kind", BOTH)
+def test_every_half_is_read_alike_by_every_instruction_set(kind: type[_Quantised]) -> None:
+    spec = KVSpec.uniform(1, 1, 64, "float16", tokens_per_block=1)
+    plain = type("Plain", (kind,), {"portable": True})()
+    source = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, spec.block_bytes)
+    encoded = encoded_by(kind(), spec, source)
+    assert np.array_equal(encoded, encoded_by(plain, spec, source))
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+def test_halves_are_written_as_numpy_rounds_them(kind: type[_Quantised], portable: bool) -> None:
+    """From subnormal ones to those that are too large: the same bytes as floats, rounded."""
+    half, single = (
+        KVSpec.uniform(1, 1, 67, dtype, tokens_per_block=1) for dtype in ("float16", "float32")
+    )
+    codec = type("Either", (kind,), {"portable": portable})()
+    chance = np.random.default_rng(3)
+    encoded = chance.integers(0, 256, (500, codec.encoded_bytes(half)), np.uint8)
+    section = encoded.shape[1] // 2
+    for top in (0, section):  # of a part: the largest step is 2^(top / 16)
+        encoded[:, top : top + 2] = chance.integers(-28 * 16, 12 * 16, 500, np.int16)[:, None].view(
+            np.uint8
+        )
+    wide = np.empty((500, single.block_bytes), np.uint8)
+    codec.decode(single, encoded, wide)
+    narrow = np.empty((500, half.block_bytes), np.uint8)
+    codec.decode(half, encoded, narrow)
+    wanted = np.clip(wide.view(np.float32), -65504, 65504).astype(np.float16)
+    assert np.array_equal(narrow.view(np.uint16), wanted.view(np.uint16))
+    assert (np.abs(wanted) == 65504).any()
+    assert ((wanted != 0) & (np.abs(wanted) < 2.0**-14)).any()
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @settings(max_examples=20, deadline=None)
 @given(spec=SPECS, noise=st.binary(min_size=1, max_size=64))
 def test_foreign_bytes_decode_to_finite_values(

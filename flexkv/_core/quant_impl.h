@@ -2,20 +2,37 @@
  * a function is called) and FX_TARGET (its attribute) set. No operation is fused with another, so that every
  * instruction set gives the same bytes. */
 
+/* Values of at most 65504: NaNs and infinities are taken for it. */
+static FX_TARGET void FX_NAME(load_fp16)(const uint8_t *source, uint32_t n, float *restrict values) {
+  const fx_half *from = (const fx_half *)source;
+  uint32_t i = 0;
+#ifdef FX_F16C
+  for (; i + 8 <= n; i += 8) {
+    __m128i bits = _mm_loadu_si128((const __m128i *)(source + 2 * i));
+    __m128i magnitude = _mm_min_epu16(_mm_and_si128(bits, _mm_set1_epi16(0x7FFF)), _mm_set1_epi16(0x7BFF));
+    __m128i sign = _mm_and_si128(bits, _mm_set1_epi16((int16_t)0x8000));
+    _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_or_si128(magnitude, sign)));
+  }
+#endif
+  for (; i < n; i++) {
+    uint32_t magnitude = from[i] & 0x7FFFu;
+    magnitude = magnitude < 0x7BFFu ? magnitude : 0x7BFFu;
+    fx_both wide = {.bits = magnitude << 13};
+    wide.value *= 0x1p112f; /* the exponents differ in their bias; right for subnormals, too */
+    wide.bits |= (uint32_t)(from[i] & 0x8000u) << 16;
+    values[i] = wide.value;
+  }
+}
+
 static FX_TARGET void FX_NAME(load)(const uint8_t *source, uint32_t dtype, uint32_t n, float *restrict values) {
   uint32_t bits[FX_ROW_MAX];
+  if (dtype == FX_FP16) {
+    FX_NAME(load_fp16)(source, n, values);
+    return;
+  }
   if (dtype == FX_BF16) {
     const fx_half *from = (const fx_half *)source;
     for (uint32_t i = 0; i < n; i++) bits[i] = (uint32_t)from[i] << 16;
-  } else if (dtype == FX_FP16) {
-    const fx_half *from = (const fx_half *)source;
-    for (uint32_t i = 0; i < n; i++) {
-      uint32_t magnitude = from[i] & 0x7FFFu;
-      magnitude = magnitude < 0x7BFFu ? magnitude : 0x7BFFu;
-      fx_both wide = {.bits = magnitude << 13};
-      wide.value *= 0x1p112f; /* the exponents differ in their bias; right for subnormals, too */
-      bits[i] = wide.bits | (uint32_t)(from[i] & 0x8000u) << 16;
-    }
   } else {
     memcpy(bits, source, n * sizeof(float));
   }
@@ -24,6 +41,29 @@ static FX_TARGET void FX_NAME(load)(const uint8_t *source, uint32_t dtype, uint3
     fx_both value = {.bits = magnitude < FX_MAX_BITS ? magnitude : FX_MAX_BITS};
     value.bits |= bits[i] & 0x80000000u;
     values[i] = value.value;
+  }
+}
+
+/* Rounded to nearest, ties to even; what is larger than 65504 becomes it. */
+static FX_TARGET void FX_NAME(store_fp16)(const float *restrict values, uint32_t n, uint8_t *target) {
+  fx_half *to = (fx_half *)target;
+  uint32_t i = 0;
+#ifdef FX_F16C
+  for (; i + 8 <= n; i += 8) {
+    __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m128i magnitude = _mm_min_epu16(_mm_and_si128(bits, _mm_set1_epi16(0x7FFF)), _mm_set1_epi16(0x7BFF));
+    __m128i sign = _mm_and_si128(bits, _mm_set1_epi16((int16_t)0x8000));
+    _mm_storeu_si128((__m128i *)(target + 2 * i), _mm_or_si128(magnitude, sign));
+  }
+#endif
+  for (; i < n; i++) {
+    fx_both value = {.value = values[i]};
+    uint32_t sign = (value.bits >> 16) & 0x8000u;
+    value.bits &= 0x7FFFFFFFu;
+    uint32_t normal = (value.bits - (112u << 23) + 0xFFFu + ((value.bits >> 13) & 1u)) >> 13;
+    fx_both small = {.value = value.value + 0.5f}; /* rounds to multiples of 2^-24 */
+    uint32_t half = value.bits < 113u << 23 ? small.bits - 0x3F000000u : normal;
+    to[i] = (uint16_t)(sign | (half < 0x7BFFu ? half : 0x7BFFu));
   }
 }
 
@@ -37,16 +77,7 @@ static FX_TARGET void FX_NAME(store)(const float *restrict values, uint32_t dtyp
       to[i] = (uint16_t)((rounded & 0x8000u) | (magnitude < 0x7F7Fu ? magnitude : 0x7F7Fu));
     }
   } else if (dtype == FX_FP16) {
-    fx_half *to = (fx_half *)target;
-    for (uint32_t i = 0; i < n; i++) {
-      fx_both value = {.value = values[i]};
-      uint32_t sign = (value.bits >> 16) & 0x8000u;
-      value.bits &= 0x7FFFFFFFu;
-      uint32_t normal = (value.bits - (112u << 23) + 0xFFFu + ((value.bits >> 13) & 1u)) >> 13;
-      fx_both small = {.value = value.value + 0.5f}; /* rounds to multiples of 2^-24 */
-      uint32_t half = value.bits < 113u << 23 ? small.bits - 0x3F000000u : normal;
-      to[i] = (uint16_t)(sign | (half < 0x7BFFu ? half : 0x7BFFu));
-    }
+    FX_NAME(store_fp16)(values, n, target);
   } else {
     fx_word *to = (fx_word *)target;
     for (uint32_t i = 0; i < n; i++) {
