@@ -8,7 +8,7 @@ equal. Synchronous and deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,17 +22,21 @@ from flexkv.planner import Planner
 from flexkv.pool import SlotPool
 from flexkv.tier import Tier
 from flexkv.tiercodec import store_slots
+from flexkv.worth import Worth, WorthLimits
 
 _SPARE_ENTRIES = 1024  # blocks that are pinned or interior while they are in no tier
 
 
 @dataclass(frozen=True, slots=True)
 class Brain:
-    """What decides: where blocks are (`ledger`, over `index` and tiers), what moves (`planner`)."""
+    """What decides: where blocks are (`ledger`, over `index` and tiers), what moves (`planner`),
+    whether it is worth that (`worth`; None: always).
+    """
 
     index: PrefixIndex
     ledger: Ledger
     planner: Planner
+    worth: Worth | None = None
 
 
 def _uncounted(tier: str, count: int) -> None:
@@ -106,7 +110,8 @@ def brain_for(
     keyed: Collection[str] = (),
 ) -> Brain:
     """Build the brain that a manager with this configuration has; raises as `build_brain`."""
-    return build_brain(
+    chunk_blocks = config.chunk_blocks(spec)
+    brain = build_brain(
         {HOST: config.host_slots(spec)} | store_slots(config, spec),
         config.policy_of,
         config.policy_settings(),
@@ -119,9 +124,25 @@ def brain_for(
             config.retain_share, config.retain_blocks, config.retain_ttl_s, config.retain_max_ttl_s
         ),
         promote=config.promote,
-        chunk_blocks=config.chunk_blocks(spec),
+        chunk_blocks=chunk_blocks,
         # what keeps the disk busy, and a chunk whose checksums are being verified
         chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,
         count_evicted=count_evicted,
         keyed=keyed,
     )
+    if not config.fetch_or_recompute:
+        return brain
+    worth = Worth(
+        list(brain.ledger.tiers),
+        tokens_per_block=spec.tokens_per_block,
+        block_bytes=spec.block_bytes,
+        chunk_blocks=chunk_blocks,
+        limits=WorthLimits(
+            config.prefill_tokens_per_s,
+            config.prefill_crossover_tokens,
+            config.recompute_weight,
+            config.fetch_margin,
+            config.fetch_probe_s,
+        ),
+    )
+    return replace(brain, worth=worth)

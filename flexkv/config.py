@@ -136,6 +136,26 @@ class FlexKVConfig(BaseSettings):
         1, ge=-1, description="a hinted prefix so near to execution is promoted; -1 = never"
     )
 
+    # Fetch or recompute
+    fetch_or_recompute: bool = Field(
+        False, description="leave out the end of a prefix that is computed sooner than fetched"
+    )
+    prefill_tokens_per_s: float = Field(
+        0.0, ge=0, description="tokens prefilled per second at the start of a prompt; 0 = learned"
+    )
+    prefill_crossover_tokens: float = Field(
+        30_000.0, gt=0, description="position at which attention costs a token as much as the rest"
+    )
+    recompute_weight: float = Field(
+        1.0, gt=0, description="seconds of fetching that a second of computing is worth"
+    )
+    fetch_margin: float = Field(
+        0.1, ge=0, lt=1, description="share of its time that a prompt must save by fetching less"
+    )
+    fetch_probe_s: float = Field(
+        10.0, gt=0, description="seconds without a read after which a declined tier is tried again"
+    )
+
     # Device
     device: str = Field("cpu", description="plug-in of the device that holds the engine's KV")
     device_options: Options = Field({}, description="options of the device plug-in")

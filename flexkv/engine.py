@@ -44,6 +44,7 @@ from flexkv.protocols import (
     as_statuses,
 )
 from flexkv.telemetry import Telemetry, log
+from flexkv.worth import Worth
 
 Positions: TypeAlias = NDArray[np.int64]
 # Of one op: while one is told to be over and the next is sent off, another keeps the hardware busy.
@@ -99,12 +100,13 @@ class Engine:
         ops_in_flight: int,
         commit: Commit,
         telemetry: Telemetry,
+        worth: Worth | None = None,
     ) -> None:
         self.completions, self.device, self.stores = completions, device, stores
         self.block_bytes, self.chunk_blocks = block_bytes, max(1, chunk_blocks)
         self.ops_in_flight = max(2, ops_in_flight)
         self._commit, self._telemetry = commit, telemetry
-        self._staging = staging
+        self._staging, self._worth = staging, worth
         places = [(DEVICE, HOST), (HOST, DEVICE)]
         places += [
             pair for store in stores for pair in ((store, HOST), (HOST, store), (store, DEVICE))
@@ -123,6 +125,8 @@ class Engine:
             if copy.landing:
                 self._landings[copy.landing] = op
             ops.append(op)
+        if self._worth is not None:
+            self._worth.watch(graph)
         return Run(graph, ops, region, tag)
 
     async def run(self, run: Run) -> None:
@@ -201,6 +205,8 @@ class Engine:
         held = await lane.acquire(
             len(positions) * copy.size_bytes(self.block_bytes), run.graph.priority
         )
+        worth, now = self._worth, self.completions.now
+        batch = worth.begin(run.graph, copy, now(), len(positions)) if worth is not None else None
         try:
             wanted = run.alive[positions]
             if run.cancelled and not op.wanted:
@@ -215,6 +221,8 @@ class Engine:
                 statuses[wanted] = await self._move(run, copy, positions[wanted], sources, targets)
         finally:
             lane.release(held)
+            if worth is not None:
+                worth.end(batch, now(), statuses)
             self._book(run, copy, positions, statuses)
         if copy.landing:
             good = copy.target.ids[part]

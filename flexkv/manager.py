@@ -1,9 +1,9 @@
 """KVManager: the public face. It owns brain and body, and every transfer.
 
 `register` - `get_match`, `put_match`, `launch` - `get_async`, `put_async` - `wait`, `flush`,
-`remove`, `reset` - `events`, `usage`; `prefetch_async` and `retain` come from `flexkv.ahead`. Plain
-calls start work at once; awaiting a Transfer is only listening. Lifetime and the hosted task group
-are in `flexkv.hosting`.
+`remove`, `reset` - `events`, `usage`, `computed`; `prefetch_async` and `retain` come from
+`flexkv.ahead`. Plain calls start work at once; awaiting a Transfer is only listening. Lifetime and
+the hosted task group are in `flexkv.hosting`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class KVManager(Ahead):
         leave_tokens: int = 0,
         groups: Groups = WHOLE,
         kind: Kind = "get",
+        weigh: bool = True,
     ) -> Plan:
         """Find the longest readable prefix, pinned until the plan is launched, cancelled or old.
 
@@ -125,6 +126,7 @@ class KVManager(Ahead):
             leave_tokens: trailing tokens that must stay to be computed (engines need at least 1).
             groups: of a hybrid model: the prefix is what all of them can give.
             kind: what for; only a "get" counts as a request of the engine.
+            weigh: with `fetch_or_recompute`, leave out the end that is computed sooner.
 
         Returns:
             A Plan; `plan.matched` tokens, from `plan.offset` on, can be loaded.
@@ -140,7 +142,25 @@ class KVManager(Ahead):
         usable = 0 if self._host.resetting else max(0, len(tokens) - leave_tokens)
         self.telemetry.add("queried_blocks", usable // size)
         parts = self._keys(tokens, namespace, groups, kind, usable)
-        return self._host.think(stack.plans.read, parts, computed_tokens // size, kind)
+        weighed = weigh and kind == "get"
+        return self._host.think(
+            stack.plans.read, parts, computed_tokens // size, kind, weighed=weighed
+        )
+
+    def computed(self, tokens: int, elapsed_ms: float, *, past_tokens: int = 0) -> None:
+        """Tell how long the engine took to prefill `tokens` behind `past_tokens` that were there.
+
+        `fetch_or_recompute` learns from it what computing costs; without that it is ignored.
+        """
+        stack = self._stack
+        if min(tokens, past_tokens, elapsed_ms) < 0:
+            raise InputError(
+                f"tokens ({tokens}), past_tokens ({past_tokens}) and elapsed_ms ({elapsed_ms}) "
+                "must not be negative"
+            )
+        if stack.worth is not None:
+            now = stack.completions.now()
+            stack.worth.computed(tokens, past_tokens, elapsed_ms / 1e3, now)
 
     def put_match(
         self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE, held: Held = None

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flexkv.brain import Brain
 from flexkv.completion import Completions
+from flexkv.cuts import read
 from flexkv.groups import GroupKeys, joined
-from flexkv.planner import Planner
 from flexkv.telemetry import Telemetry, log
 from flexkv.transfer import Kind, Plan
 from flexkv.waiting import Deadlines
@@ -22,13 +23,14 @@ class Plans:
 
     def __init__(
         self,
-        planner: Planner,
+        brain: Brain,
         completions: Completions,
         telemetry: Telemetry,
         tokens_per_block: int,
         ttl_ms: float,
     ) -> None:
-        self._planner, self._telemetry, self._size = planner, telemetry, tokens_per_block
+        self._planner, self._worth, self._size = brain.planner, brain.worth, tokens_per_block
+        self._completions, self._telemetry = completions, telemetry
         self._open: Deadlines[Plan] = Deadlines(completions, ttl_ms / 1e3, self._expire)
 
     def __len__(self) -> int:
@@ -41,10 +43,18 @@ class Plans:
         kind: Kind = "get",
         *,
         counted: bool = True,
+        weighed: bool = False,
     ) -> Plan:
-        """Plan to read the longest prefix that every group can give, from block `first` on."""
-        end, blocks, reach = self._planner.match(groups, first)
+        """Plan to read the longest prefix that every group can give, from block `first` on; if it
+        is to be `weighed`, as far as it is worth fetching.
+        """
+        worth = self._worth if weighed else None
+        (end, blocks, reach), declined = read(
+            self._planner, worth, groups, first, self._completions.now()
+        )
         self._telemetry.add("hit_blocks", end if counted else 0)
+        for tier, count in declined.items():
+            self._telemetry.add("declined_blocks", count, tier=tier)
         keys = [g.keys[end - len(b) : end] for g, b in zip(groups, blocks, strict=True)]
         plan = Plan(
             kind,
@@ -54,6 +64,7 @@ class Plans:
             keys=joined(keys),
             parts=tuple(len(part) * self._size for part in blocks),
             reach=reach * self._size,
+            declined_blocks=sum(declined.values()),
             cancel=self.cancel,
         )
         return self._watch(plan)

@@ -67,6 +67,7 @@ class Request:
         "by_tier",
         "bypassed",
         "context",
+        "declined",
         "device_blocks",
         "kind",
         "matched",
@@ -94,6 +95,7 @@ class Request:
         self.tokens, self.by_tier, self.device_blocks = tokens_per_block, by_tier, device_blocks
         self.telemetry = telemetry
         self.context = contextvars.copy_context()  # what the caller's log lines carry
+        self.declined = plan.declined_blocks
         self.bypassed = 0 if plan.put is None else plan.put.bypassed
         self.own = _NONE if plan.put is None else plan.put.positions  # not another put's blocks
         self.transfer = Transfer(
@@ -142,6 +144,7 @@ class Request:
                 failed,
                 cancelled,
                 timed_out,
+                self.declined,
             )
         )
 

@@ -32,6 +32,7 @@ from flexkv.plans import Plans
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
 from flexkv.telemetry import Telemetry, log
 from flexkv.traces.recording import Recorder, unused
+from flexkv.worth import Worth
 
 ASKED_AGAIN_S = 1.0  # engines ask in every step, for a request that has to wait
 
@@ -53,6 +54,7 @@ class Stack:
     spiller: Spiller
     discarder: Discarder
     events: EventLog
+    worth: Worth | None
     closer: AsyncExitStack
 
     def usage(self, *, transfers: int) -> dict[str, dict[str, int]]:
@@ -93,6 +95,12 @@ class Stack:
         for name in self.ledger.tiers:
             gauge("hinted_blocks", partial(hints.count, name, "hinted"), tier=name)
             gauge("held_blocks", partial(hints.count, name, "held"), tier=name)
+        if (worth := self.worth) is not None:
+            for name in worth.tiers:
+                gauge("fetch_bytes_per_s", partial(worth.bytes_per_s, name), tier=name)
+                gauge("fetch_latency_seconds", partial(worth.latency_s, name), tier=name)
+            gauge("prefill_tokens_per_s", worth.tokens_per_s)
+            gauge("fetch_probes", lambda: worth.probes)
         gauge("spill_queue_blocks", lambda: self.spiller.queued_blocks)
         gauge("index_blocks", lambda: len(self.index))
         gauge("pinned_blocks", lambda: self.index.pinned)
@@ -157,14 +165,10 @@ async def _open(
         ops_in_flight=8,
         commit=commit,
         telemetry=telemetry,
+        worth=brain.worth,
     )
-    spiller = Spiller(
-        planner,
-        engine,
-        telemetry,
-        queue_blocks=config.spill_queue_blocks,
-        batch_blocks=chunk_blocks,
-    )
+    queue = {"queue_blocks": config.spill_queue_blocks, "batch_blocks": chunk_blocks}
+    spiller = Spiller(planner, engine, telemetry, **queue)
     for name, found in recovered.items():
         kept = ledger.restore(ledger.tiers[name], found, completions.now())
         log.info("tier.restored", tier=name, blocks=kept, orphans=len(found.slots) - kept)
@@ -183,11 +187,12 @@ async def _open(
         ledger.index,
         ledger,
         planner,
-        Plans(planner, completions, telemetry, spec.tokens_per_block, config.plan_ttl_ms),
+        Plans(brain, completions, telemetry, spec.tokens_per_block, config.plan_ttl_ms),
         engine,
         spiller,
         Discarder(ledger, stores),
         events,
+        brain.worth,
         closer,
     )
 

@@ -81,6 +81,8 @@ METRICS: dict[str, Series] = {
     "hit_blocks": Series("counter", "blocks that matches found readable"),
     # what became of it
     "tier_hit_blocks": Series("counter", "blocks to load, by the tier they were in", ("tier",)),
+    "declined_blocks": Series("counter", "blocks not fetched: computed sooner", ("tier",)),
+    "fetch_probes": Series("counter", "reads of a declined tier to see whether it is fast again"),
     "loaded_blocks": Series("counter", "blocks that gets brought to the device"),
     "stored_blocks": Series("counter", "blocks that puts brought to host memory"),
     "bypassed_blocks": Series("counter", "blocks of puts that the eviction policy refused"),
@@ -106,6 +108,9 @@ METRICS: dict[str, Series] = {
     "hinted_blocks": Series("gauge", "blocks of a tier that hints cover", ("tier",)),
     "held_blocks": Series("gauge", "blocks of a tier that leave after all others", ("tier",)),
     "spill_queue_blocks": Series("gauge", "blocks waiting to be spilled"),
+    "fetch_bytes_per_s": Series("gauge", "reads of a tier as weighed; 0: unknown", ("tier",)),
+    "fetch_latency_seconds": Series("gauge", "what a read takes beside its bytes", ("tier",)),
+    "prefill_tokens_per_s": Series("gauge", "prefill rate as weighed; 0: unknown"),
     "index_blocks": Series("gauge", "entries of the index"),
     "pinned_blocks": Series("gauge", "pins held by transfers and plans"),
     "tickets_in_flight": Series("gauge", "batches of hardware work in flight"),
@@ -131,9 +136,7 @@ class Histogram:
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of another histogram with the same bounds."""
-        self.counts = [
-            ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)
-        ]
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
     def cumulative(self) -> list[tuple[str, float]]:

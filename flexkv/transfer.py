@@ -30,7 +30,8 @@ class GetResult:
     and verified. `by_tier` counts matched blocks by the tier they were to come from.
     `failed_device_blocks` are the device blocks that were asked for and must not be read.
     `exposed_ms` is the part of `elapsed_ms` during which somebody was waiting for the transfer; the
-    rest was hidden behind other work.
+    rest was hidden behind other work. `declined_blocks` were there and were left to be computed,
+    because that is sooner; `matched` and `by_tier` are without them.
     """
 
     loaded: int
@@ -42,6 +43,7 @@ class GetResult:
     failed_device_blocks: SlotIds = field(default_factory=lambda: np.empty(0, np.uint32))
     cancelled: bool = False
     timed_out: bool = False
+    declined_blocks: int = 0
 
     @property
     def hidden_ms(self) -> float:
@@ -78,13 +80,14 @@ class Plan:
     `matched` counts the tokens, from `offset` on, that a launch will bring (get) or take (put).
     `parts` says how many tokens of each group of layers that takes; those of a get end where it
     ends. Most models have one group. `reach` counts the tokens from the first one on that are there
-    but for windows. `tag` is for the device backend, which finds it with every copy; the ranks
-    backend knows some.
+    but for windows. `declined_blocks` are there, too, but computed sooner than fetched. `tag` is
+    for the device backend, which finds it with every copy; the ranks backend knows some.
     """
 
     __slots__ = (
         "_cancel",
         "blocks",
+        "declined_blocks",
         "keys",
         "kind",
         "matched",
@@ -107,11 +110,12 @@ class Plan:
         parts: tuple[int, ...],
         reach: int,
         put: PutPlan | None = None,
+        declined_blocks: int = 0,
         cancel: Callable[[Plan], None],
     ) -> None:
         self.kind, self.offset, self.matched = kind, offset, matched
         self.blocks, self.keys, self.parts, self.put = blocks, keys, parts, put
-        self.reach = reach
+        self.reach, self.declined_blocks = reach, declined_blocks
         self.open = True
         self.tag: Any = None
         self._cancel = cancel

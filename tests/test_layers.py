@@ -17,7 +17,7 @@ PACKAGE = Path(flexkv.__file__).parent
 VOCABULARY = "model errors"
 BRAIN = (
     "keys alone index groups order pool tier hints holds ledger spills offers prompts "
-    "planned planner layerwise tiercodec brain"
+    "planned planner layerwise tiercodec estimates worth cuts brain"
 )
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
@@ -50,10 +50,13 @@ MAY_IMPORT = {
     "planned": VOCABULARY,
     "planner": f"groups index pool tier ledger planned prompts spills protocols {VOCABULARY}",
     "layerwise": VOCABULARY,
+    "estimates": "",
+    "worth": f"estimates {VOCABULARY}",
+    "cuts": f"groups planner worth {VOCABULARY}",
     # names the policies: the only part of the brain that loads plug-ins
     # how many slots a tier has depends on its codec: a plug-in
     "tiercodec": f"config plugins protocols {VOCABULARY}",
-    "brain": f"config plugins hints index pool tier tiercodec ledger planner {VOCABULARY}",
+    "brain": f"config plugins hints index pool tier tiercodec ledger planner worth {VOCABULARY}",
     "policies": f"_core protocols {VOCABULARY}",
     "completion": f"_core {VOCABULARY}",
     "memory": f"_core {VOCABULARY}",
@@ -61,15 +64,15 @@ MAY_IMPORT = {
     "waiting": "completion errors",
     "carriers": "completion",
     "admission": f"config lanes {VOCABULARY}",
-    # no backend, no index
-    "engine": f"completion lanes pool protocols telemetry waiting {VOCABULARY}",
+    # no backend, no index; whoever weighs fetching is told how long batches took
+    "engine": f"completion lanes pool protocols telemetry waiting worth {VOCABULARY}",
     "backends": f"_core protocols completion memory telemetry {VOCABULARY}",
     "codecs": f"_core protocols completion memory telemetry {VOCABULARY}",
     "ranks": f"_core backends completion memory plugins protocols telemetry {VOCABULARY}",
     "events": f"index waiting {VOCABULARY}",
     "background": f"engine ledger offers planner index protocols telemetry waiting {VOCABULARY}",
     "transfer": f"completion planned protocols waiting {VOCABULARY}",
-    "plans": f"completion groups planner telemetry transfer waiting {VOCABULARY}",
+    "plans": f"brain completion cuts groups telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     # a store before a store; its codecs run in threads
     "encodedstore": f"completion lanes memory pool protocols tiercodec {VOCABULARY}",

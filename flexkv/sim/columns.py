@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from flexkv.model import KeyArray
 from flexkv.traces import Trace, block_keys
+from flexkv.worth import prefill_tokens
 
-CROSSOVER_TOKENS = 30_000  # where attention takes as many FLOPs as the rest, for 8B parameters
 _SPARSE = 4  # ids that spread over more than so many times their number are numbered anew
 
 
@@ -45,12 +45,10 @@ class Columns:
 
     def flops_before(self) -> NDArray[np.float64]:
         """What computing the first n blocks of a prompt costs, n = 0..longest, in units of one
-        block without attention: a block at position p costs 1 + p / 30,000 tokens, p being its
-        middle.
+        block without attention; see `flexkv.worth.prefill_tokens`.
         """
-        longest = int(self.lengths.max(initial=0))
-        middles = (np.arange(longest) + 0.5) * self.tokens_per_block
-        return np.concatenate(([0.0], np.cumsum(1.0 + middles / CROSSOVER_TOKENS)))
+        ends = np.arange(int(self.lengths.max(initial=0)) + 1.0) * self.tokens_per_block
+        return prefill_tokens(ends) / self.tokens_per_block
 
 
 def columns(trace: Trace) -> Columns:

@@ -129,7 +129,7 @@ class PrefixReuse:
     async def _fetch(self, tokens: Sequence[int], seat: Seat, namespace: Namespace) -> GetResult:
         plan = self.kv.get_match(tokens, namespace=namespace, leave_tokens=1)
         if not plan.matched:
-            return GetResult(0, 0)
+            return GetResult(0, 0, declined_blocks=plan.declined_blocks)
         fetch = self.kv.launch(plan, seat.slots)
         seat.transfers.append(fetch)
         try:

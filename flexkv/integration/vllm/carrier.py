@@ -83,6 +83,7 @@ class Carrier:
                     namespace=namespace,
                     computed_tokens=computed,
                     groups=self._groups.cache,
+                    weigh=False,  # vLLM counts on all of it
                 )
             self._groups.check(plan, load)
             slots = slots_of(load.blocks, self._size)

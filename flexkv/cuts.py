@@ -1,0 +1,70 @@
+"""What of a match is fetched: `read` (match, and let go of a tail that is computed sooner).
+
+Where there is nothing to weigh (`worth` is None) it is the whole match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.groups import GroupKeys, Match
+from flexkv.model import READY, BlockIds
+from flexkv.planner import Planner
+from flexkv.worth import Worth
+
+
+class Cut(NamedTuple):
+    """A match, pinned, and how many blocks behind it were there and are not fetched, by tier."""
+
+    match: Match
+    declined: dict[str, int]
+
+
+def read(
+    planner: Planner, worth: Worth | None, groups: Sequence[GroupKeys], first: int, now: float
+) -> Cut:
+    """Pin the longest readable prefix from block `first` on, as far as it is worth fetching.
+
+    Blocks of windows are not weighed: they are few, and about as many wherever a prefix ends.
+    """
+    found = planner.match(groups, first)
+    chained = [
+        blocks
+        for blocks, group in zip(found.blocks, groups, strict=True)
+        if group.window is None and len(blocks)
+    ]
+    if worth is None or not chained:
+        return Cut(found, {})
+    sources = [_sources(planner, blocks) for blocks in chained]
+    keep = worth.keep(sources, first, now)
+    if keep == len(chained[0]):
+        return Cut(found, {})
+    if len(groups) == 1:
+        planner.release(chained[0][keep:])
+        kept = Match(first + keep, [chained[0][:keep]], found.reach)
+    else:  # windows lie elsewhere, and may have gaps there: what is left may be shorter
+        for blocks in found.blocks:
+            planner.release(blocks)
+        shorter = [GroupKeys(group.keys[: first + keep], group.window) for group in groups]
+        kept = planner.match(shorter, first)._replace(reach=found.reach)
+    behind = max(0, kept.end - first)
+    left = np.concatenate([part[behind:] for part in sources])
+    counts = np.bincount(left, minlength=len(worth.tiers))
+    names = zip(worth.tiers, counts.tolist(), strict=True)
+    return Cut(kept, {tier: count for tier, count in names if count})
+
+
+def _sources(planner: Planner, blocks: BlockIds) -> NDArray[np.int64]:
+    """The number of the tier that each block comes from: the host, or the first store."""
+    sources = np.zeros(len(blocks), np.int64)
+    away = planner.index.states(planner.host.number, blocks) != READY
+    away &= planner.ledger.landings(blocks) == 0
+    for store in planner.stores:
+        here = away & (planner.index.states(store.number, blocks) == READY)
+        sources[here] = store.number
+        away &= ~here
+    return sources
