@@ -18,10 +18,13 @@ from flexkv.worth import Worth
 
 
 class Cut(NamedTuple):
-    """A match, pinned, and how many blocks behind it were there and are not fetched, by tier."""
+    """A match, pinned; how many blocks behind it were there and are not fetched, by tier; the end
+    of all that was there.
+    """
 
     match: Match
     declined: dict[str, int]
+    end: int
 
 
 def read(
@@ -38,11 +41,11 @@ def read(
         if group.window is None and len(blocks)
     ]
     if worth is None or not chained:
-        return Cut(found, {})
+        return Cut(found, {}, found.end)
     sources = [_sources(planner, blocks) for blocks in chained]
     keep = worth.keep(sources, first, now)
     if keep == len(chained[0]):
-        return Cut(found, {})
+        return Cut(found, {}, found.end)
     if len(groups) == 1:
         planner.release(chained[0][keep:])
         kept = Match(first + keep, [chained[0][:keep]], found.reach)
@@ -55,7 +58,7 @@ def read(
     left = np.concatenate([part[behind:] for part in sources])
     counts = np.bincount(left, minlength=len(worth.tiers))
     names = zip(worth.tiers, counts.tolist(), strict=True)
-    return Cut(kept, {tier: count for tier, count in names if count})
+    return Cut(kept, {tier: count for tier, count in names if count}, found.end)
 
 
 def _sources(planner: Planner, blocks: BlockIds) -> NDArray[np.int64]:

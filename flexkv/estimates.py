@@ -3,8 +3,8 @@
 
 A line (seconds = `first_s` + units * `unit_s`) is fitted to relative errors, so that large samples
 say no more than small ones, and newer samples count more: each takes a share of `_SHARE`, and old
-ones fade with time as well. A sample can be slow by accident: it counts as `_SLOWEST` times what was
-expected at most, unless `_IN_A_ROW` are slow; then the times are others. It is hardly fast by
+ones fade with time as well. A sample can be slow by accident: it counts as `_SLOWEST` times what
+was expected at most, unless `_IN_A_ROW` are slow; then the times are others. It is hardly fast by
 accident: a fast one makes older ones fade at once. What decisions use follows when it is off by
 more than a margin, so that they do not flap.
 """

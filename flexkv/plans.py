@@ -49,10 +49,9 @@ class Plans:
         is to be `weighed`, as far as it is worth fetching.
         """
         worth = self._worth if weighed else None
-        (end, blocks, reach), declined = read(
-            self._planner, worth, groups, first, self._completions.now()
-        )
-        self._telemetry.add("hit_blocks", end if counted else 0)
+        cut = read(self._planner, worth, groups, first, self._completions.now())
+        (end, blocks, reach), declined = cut.match, cut.declined
+        self._telemetry.add("hit_blocks", cut.end if counted else 0)
         for tier, count in declined.items():
             self._telemetry.add("declined_blocks", count, tier=tier)
         keys = [g.keys[end - len(b) : end] for g, b in zip(groups, blocks, strict=True)]
