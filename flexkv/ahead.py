@@ -13,7 +13,7 @@ from flexkv.errors import CapacityError
 from flexkv.groups import WHOLE, GroupKeys, split
 from flexkv.hosting import Host
 from flexkv.keys import as_tokens
-from flexkv.model import ABSENT, CacheGroup, SlotIds, TransferGraph
+from flexkv.model import ABSENT, BlockIds, CacheGroup, KeyArray, SlotIds, TransferGraph
 from flexkv.protocols import Region
 from flexkv.request import Request
 from flexkv.stack import Stack
@@ -83,6 +83,28 @@ class Ahead:
             stack.planner.plan_get, plan.blocks, plan.keys, None, stack.completions.now()
         )
         return self._start(plan, get.graph, get.saves, get.by_tier)
+
+    def _bring(self, blocks: BlockIds, keys: KeyArray) -> Transfer:
+        """Promote blocks for those who lend them to other nodes; takes over one pin of each."""
+        stack = self._stack
+        tokens = len(blocks) * stack.spec.tokens_per_block
+        plan = Plan(
+            "prefetch",
+            offset=0,
+            matched=tokens,
+            blocks=blocks,
+            keys=keys,
+            parts=(tokens,),
+            reach=tokens,
+            cancel=stack.plans.cancel,
+        )
+        try:
+            self._host.admit("prefetch")
+        except CapacityError as error:
+            plan.cancel()
+            self.telemetry.add("dropped_blocks", len(blocks), work="prefetch")
+            return refused("prefetch", error, stack.completions.now)
+        return self._promote(plan)
 
     # what is worth keeping
 

@@ -76,6 +76,9 @@ MAY_IMPORT = {
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     # a store before a store; its codecs run in threads
     "encodedstore": f"completion lanes memory pool protocols tiercodec {VOCABULARY}",
+    # several machines as one cache: what the others hold, and how it comes over
+    "cluster": f"_core backends completion engine events index lanes ledger memory order planner "
+    f"plans protocols telemetry tier transfer waiting {VOCABULARY}",
     "stack": f"config traces plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "ahead": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
@@ -96,7 +99,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "asyncio": "completion manager sync integration testing",
     "anyio": "completion manager sync lanes waiting carriers engine background plans request stack "
-    "encodedstore hosting transfer backends codecs ranks integration testing cli bench",
+    "encodedstore hosting transfer backends codecs cluster ranks integration testing cli bench",
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "backends",

@@ -1,0 +1,1 @@
+"""Several machines as one cache: who holds which blocks, and how they come over."""

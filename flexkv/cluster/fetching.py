@@ -1,0 +1,249 @@
+"""Reading from one peer: lease, bytes, proof; and what is known of each.
+
+`Fetcher.fetch` (blocks of one node, over its connections) - `cost` - `Nodes` (what it must know of
+others) - `Courier` (another engine than plain TCP moves the bytes) - `PeerSettings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.backends.remote.breaker import Breaker
+from flexkv.cluster import peerwire as wire
+from flexkv.cluster.blocks import Sums, views_of
+from flexkv.cluster.peerlink import Cost, Grant, Me, PeerLink, RefusedError
+from flexkv.errors import CapacityError, ConfigError, TransferError
+from flexkv.model import DAMAGED, FAILED, LANDED, SKIPPED, KeyArray, SlotIds, Statuses
+from flexkv.protocols import BlockIO, Services, as_statuses
+from flexkv.telemetry import log
+
+_THREADS = 2  # that receive blocks
+_RELEASE_S = 1.0
+
+
+class Nodes(Protocol):
+    """The other nodes, as the directory sees them."""
+
+    @property
+    def epoch(self) -> int:
+        """The cluster's epoch."""
+        ...
+
+    def address(self, number: int, courier: str) -> str | None:
+        """Where the courier of a node listens, None when it is gone."""
+        ...
+
+    def incarnation(self, number: int) -> int | None:
+        """Which life of the node its holdings are of, None when it is gone."""
+        ...
+
+
+class Courier(Protocol):
+    """Pulls blocks that are on lease from an owner's arena into ours, one-sided.
+
+    `name` is what nodes list their address under. A block that did not come is FAILED; what came is
+    verified by the caller. When `fetch` ends, also by cancellation, no byte may land any more.
+    """
+
+    name: ClassVar[str]
+
+    async def fetch(
+        self, address: str, grant: Grant, offsets: NDArray[np.uint64], slots: SlotIds
+    ) -> Statuses:
+        """Fill arena `slots` from byte `offsets` of the arena at `grant.welcome.base` there."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSettings:
+    """Limits of reads from peers.
+
+    A batch takes at most `timeout_ms`, over `connections` to each peer; `failures` in a row and the
+    peer is left alone for `retry_ms`, for longer each time.
+    """
+
+    timeout_ms: int = 2000
+    connections: int = 4
+    failures: int = 3
+    retry_ms: int = 500
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """What we know of one node: its connections, its health, and its cost by medium."""
+
+    link: PeerLink
+    breaker: Breaker
+    costs: dict[int, Cost] = field(default_factory=dict)
+
+    def cost(self, medium: int) -> Cost:
+        return self.costs.setdefault(medium, Cost())
+
+
+class Fetcher:
+    """Reads blocks of peers into the arena of `services`. Each peer is known by its number."""
+
+    def __init__(
+        self,
+        services: Services,
+        nodes: Nodes,
+        me: Me,
+        courier: Courier | None,
+        settings: PeerSettings,
+    ) -> None:
+        self._arena, self._nodes, self._me = services.arena, nodes, me
+        self._courier, self._settings = courier, settings
+        self._sums = Sums(services.completions, services.arena, me.block_bytes)
+        self._now = services.completions.now
+        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._peers: dict[int, _Peer] = {}
+        self.requests = 0  # so far
+
+    def cost(self, node: int, medium: int) -> Cost:
+        """What reads from a medium of a node have taken."""
+        peer = self._peers.get(node)
+        return peer.cost(medium) if peer else Cost()
+
+    def close(self) -> None:
+        """Give all connections up."""
+        for peer in self._peers.values():
+            peer.link.close()
+        self._peers.clear()
+
+    async def fetch(
+        self, node: int, medium: int, part: BlockIO, epoch: int, limit_s: float
+    ) -> Statuses:
+        """Read from one node, in one request unless there are more blocks than fit one."""
+        statuses = np.full(len(part), SKIPPED, np.uint8)  # not tried
+        peer, incarnation = self._peer(node), self._nodes.incarnation(node)
+        if peer is None or incarnation is None:
+            return statuses
+        ends = self._now() + limit_s
+        for start in range(0, len(part), wire.MAX_BLOCKS):
+            if not peer.breaker.admits(self._now()):
+                break
+            piece = slice(start, start + wire.MAX_BLOCKS)
+            size, cost = len(part.keys[piece]) * self._me.block_bytes, peer.cost(medium)
+            cost.pending_bytes += size
+            try:
+                deadline_s = max(0.001, ends - self._now())
+                statuses[piece] = await self._lease(
+                    node, peer, cost, part.keys[piece], part.host_slots[piece],
+                    incarnation, epoch, deadline_s,
+                )  # fmt: skip
+            except (CapacityError, RefusedError) as error:  # it is well, and says no
+                log.debug("peer.no", node=node, error=str(error))
+                peer.breaker.succeeded()
+                break
+            except (OSError, EOFError, wire.ProtocolError, ConfigError) as error:
+                statuses[piece] = FAILED
+                self._failed(node, peer, repr(error))
+            finally:
+                cost.pending_bytes -= size
+        return statuses
+
+    async def _lease(
+        self,
+        node: int,
+        peer: _Peer,
+        cost: Cost,
+        keys: KeyArray,
+        slots: SlotIds,
+        incarnation: int,
+        epoch: int,
+        deadline_s: float,
+    ) -> Statuses:
+        """Lease and read blocks of one request, and verify what came.
+
+        Raises: as `PeerLink.lease`.
+        """
+        size = self._me.block_bytes
+        began, courier = self._now(), self._courier
+        place = self._nodes.address(node, courier.name) if courier else None
+        self.requests += 1
+        grant = await peer.link.lease(
+            keys,
+            incarnation=incarnation,
+            epoch=epoch,
+            deadline_s=deadline_s,
+            room=None if place else lambda landed: views_of(self._arena, slots[landed], size),
+        )
+        statuses, landed = grant.statuses, grant.landed
+        targets = slots[landed]
+        if courier is not None and place and len(landed):
+            statuses[landed] = await self._pull(
+                peer.link, courier, place, grant, targets, epoch, began + deadline_s - self._now()
+            )
+        else:
+            statuses[landed[grant.got_bytes // size :]] = FAILED
+        elapsed_s = self._now() - began
+        came = np.flatnonzero(statuses[landed] == LANDED)
+        if len(came):
+            sums = await self._sums.of(targets[came], keys[landed][came])
+            wrong = sums != grant.checksums[came]
+            if wrong.any():
+                statuses[landed[came[wrong]]] = DAMAGED
+                grant.error = grant.error or f"{np.count_nonzero(wrong)} blocks with wrong bytes"
+        if grant.error:
+            self._failed(node, peer, grant.error)
+        else:
+            if peer.breaker.succeeded():
+                log.info("peer.up", node=node, address=peer.link.address)
+            cost.measured(grant.answered_s, len(came) * size, elapsed_s - grant.answered_s)
+        return statuses
+
+    async def _pull(
+        self,
+        link: PeerLink,
+        courier: Courier,
+        place: str,
+        grant: Grant,
+        slots: SlotIds,
+        epoch: int,
+        limit_s: float,
+    ) -> Statuses:
+        """Have another engine move blocks on lease, as long as that lasts, and release them."""
+        statuses = np.full(len(slots), FAILED, np.uint8)
+        try:
+            with anyio.move_on_after(max(0.0, min(limit_s, grant.ttl_s - grant.answered_s))):
+                answer = await courier.fetch(place, grant, grant.offsets(), slots)
+                statuses = as_statuses(answer, len(slots)).copy()
+        except Exception as error:
+            grant.error = repr(error)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._let_go(link, grant, epoch)
+        if (statuses == FAILED).any() and not grant.error:
+            grant.error = f"{courier.name} did not bring all blocks"
+        return statuses
+
+    async def _let_go(self, link: PeerLink, grant: Grant, epoch: int) -> None:
+        try:
+            await link.release([grant.token], epoch=epoch, deadline_s=_RELEASE_S)
+        except (OSError, EOFError, TransferError, CapacityError) as error:  # then it expires
+            log.debug("peer.unreleased", address=link.address, error=repr(error))
+
+    def _failed(self, node: int, peer: _Peer, error: str) -> None:
+        if peer.breaker.failed(self._now()):
+            log.warning("peer.down", node=node, address=peer.link.address, error=error)
+
+    def _peer(self, node: int) -> _Peer | None:
+        """What we know of a node, at the address that it has now."""
+        address, peer = self._nodes.address(node, "tcp"), self._peers.get(node)
+        if peer is not None and peer.link.address != address:
+            peer.link.close()
+            del self._peers[node]
+            peer = None
+        if peer is None and address is not None:
+            settings = self._settings
+            link = PeerLink(address, self._me, self._threads, settings.connections, self._now)
+            peer = _Peer(link, Breaker(settings.failures, settings.retry_ms / 1e3))
+            self._peers[node] = peer
+        return peer

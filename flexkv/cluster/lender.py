@@ -1,0 +1,211 @@
+"""What an owner does for readers: find blocks, hold them, bring them near, vouch for their bytes.
+
+`Lender.lend` (keys -> `Loan`: pinned arena slots and checksums under a lease) - `release` -
+`revoke`, `drained` (before everything is forgotten) - `close`. Readers come after the node's own
+work: what they hold at once is limited, and what lies on disk is brought into the host with the
+priority of a prefetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cluster.blocks import Sums
+from flexkv.cluster.leases import Lease, LeaseTable, Token
+from flexkv.completion import Completions
+from flexkv.errors import CapacityError
+from flexkv.lanes import Lane
+from flexkv.memory import Arena
+from flexkv.model import (
+    DISK,
+    LANDED,
+    MISSING,
+    NO_BLOCK,
+    READY,
+    SKIPPED,
+    BlockIds,
+    BoolArray,
+    KeyArray,
+    SlotIds,
+    Statuses,
+)
+from flexkv.planner import Planner
+from flexkv.telemetry import log
+from flexkv.transfer import Transfer
+from flexkv.waiting import Deadlines, Signal
+
+Promote: TypeAlias = Callable[[BlockIds, KeyArray], Transfer]
+"""Starts to bring blocks from the stores into the host; takes over one pin of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """What a reader gets: an IOStatus for each key (SKIPPED: there, but not now), and of those
+    LANDED slots and checksums. Without any there is no lease.
+    """
+
+    statuses: Statuses
+    lease: Lease | None
+    slots: SlotIds
+    checksums: NDArray[np.uint64]
+
+
+class Lender:
+    """Lends the blocks of one node.
+
+    Args:
+        incarnation: a number that no other life of this node has.
+        promote: brings blocks from disk into the host; None: what is on disk is not lent.
+        ttl_s: how long a lease lasts.
+        bytes_in_flight: what all readers may hold at once; one of them half of it.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        completions: Completions,
+        arena: Arena,
+        *,
+        incarnation: int,
+        block_bytes: int,
+        promote: Promote | None,
+        ttl_s: float,
+        bytes_in_flight: int,
+    ) -> None:
+        self._index, self._ledger = planner.index, planner.ledger
+        self._completions, self._promote = completions, promote
+        self._sums = Sums(completions, arena, block_bytes)
+        blocks = max(2, bytes_in_flight // block_bytes)
+        self._lane = Lane("peers", blocks)
+        self._held: dict[int, int] = {}  # of the lane, by lease
+        self.leases = LeaseTable(
+            incarnation,
+            self._give_back,
+            ttl_s=ttl_s,
+            max_blocks=blocks,
+            max_reader_blocks=blocks // 2,
+        )
+        self._deadlines: Deadlines[Lease] = Deadlines(completions, ttl_s, self._expire)
+        self._returned = Signal()
+        self.accepts = True  # False: nothing is lent any more
+
+    async def lend(self, reader: str, keys: KeyArray, deadline_s: float) -> Loan:
+        """Hold what is readable here of `keys`, within `deadline_s` seconds, as far as it fits.
+
+        Raises:
+            CapacityError: readers hold too much, or it took too long; nothing is held.
+        """
+        with anyio.move_on_after(deadline_s):
+            return await self._lend(reader, keys)
+        raise CapacityError(f"no room for {len(keys)} blocks of {reader!r} in {deadline_s:.3f} s")
+
+    async def _lend(self, reader: str, keys: KeyArray) -> Loan:
+        count = int(np.count_nonzero(self._lendable(self._index.alone.find(keys))))
+        if not count:
+            return _nothing(len(keys))
+        room = self.leases.max_reader_blocks - self.leases.of_reader(reader)
+        if room < 1 or not self.accepts:
+            raise CapacityError(f"nothing is lent to {reader!r} now")
+        held = await self._lane.acquire(min(count, room))
+        # what was there may have left while we waited
+        blocks = self._index.alone.find(keys)
+        there = np.flatnonzero(self._lendable(blocks))
+        if not len(there) or not self.accepts:
+            self._lane.release(held)
+            return _nothing(len(keys))
+        statuses = np.full(len(keys), MISSING, np.uint8)
+        statuses[there] = SKIPPED
+        there = there[:held]
+        self._index.pin(blocks[there])
+        try:
+            lease = self.leases.grant(reader, blocks[there], keys[there], self._completions.now())
+        except CapacityError:
+            self._index.unpin(blocks[there])
+            self._lane.release(held)
+            raise
+        self._held[lease.token.number] = held
+        return await self._prepare(lease, there, statuses)
+
+    async def _prepare(self, lease: Lease, there: NDArray[np.int64], statuses: Statuses) -> Loan:
+        """Bring the blocks of a lease into the host, and vouch for them."""
+        table, host = self.leases, self._ledger.host.number
+        table.begin(lease.token, self._completions.now())
+        table.pause(lease)
+        try:
+            far = self._index.states(host, lease.blocks) != READY
+            if far.any() and self._promote is not None:
+                self._index.pin(lease.blocks[far])
+                await self._promote(lease.blocks[far], lease.keys[far]).settled()
+            near = self._index.states(host, lease.blocks) == READY
+            lease.slots = self._index.slots(host, lease.blocks[near])
+            sums = await self._sums.of(lease.slots, lease.keys[near])
+            statuses[there[near]] = LANDED
+        except BaseException:
+            table.release([lease.token], self._completions.now())
+            raise
+        finally:
+            table.end(lease)
+        if not near.any() or lease.over:
+            self.release([lease.token])
+            return Loan(statuses, None, lease.slots[:0], sums[:0])
+        table.renew(lease, self._completions.now())
+        self._deadlines.add(lease)
+        return Loan(statuses, lease, lease.slots, sums)
+
+    def _lendable(self, blocks: BlockIds) -> BoolArray:
+        """Which entries are readable in the host, or on disk."""
+        known: BoolArray = blocks != NO_BLOCK
+        found = known.copy()
+        states = self._index.states(self._ledger.host.number, blocks[known]) == READY
+        disk = self._ledger.tiers.get(DISK)
+        if disk is not None and self._promote is not None:
+            states |= self._index.states(disk.number, blocks[known]) == READY
+        found[known] = states
+        return found
+
+    def now(self) -> float:
+        """The owner's time in seconds."""
+        return self._completions.now()
+
+    # --- giving back
+
+    def release(self, tokens: Sequence[Token]) -> list[bool]:
+        """Take leases back; False for those that were over."""
+        return self.leases.release(tokens, self._completions.now())
+
+    def revoke(self, reader: str | None = None) -> int:
+        """End the leases of a reader, or all; blocks that are being sent stay until they are."""
+        return self.leases.revoke(reader)
+
+    async def drained(self) -> None:
+        """Wait until nothing is on lease."""
+        while len(self.leases):
+            await self._returned.wait()
+
+    def close(self) -> None:
+        """Lend nothing any more, and take back what nobody is reading."""
+        self.accepts = False
+        self.revoke()
+        self._deadlines.clear()
+
+    def _expire(self, lease: Lease) -> None:
+        expired = self.leases.expire(self._completions.now())
+        if expired:
+            log.info("lease.expired", reader=lease.reader, leases=expired)
+
+    def _give_back(self, lease: Lease) -> None:
+        self._deadlines.remove(lease)
+        self._index.unpin(lease.blocks)
+        self._lane.release(self._held.pop(lease.token.number))
+        self._returned.raise_()
+
+
+def _nothing(count: int) -> Loan:
+    none = np.empty(0, np.uint32)
+    return Loan(np.full(count, MISSING, np.uint8), None, none, np.empty(0, np.uint64))
