@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import structlog
 
+from flexkv.testing.harness import Unsupported
+from flexkv.testing.remote import RedisServer
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 # name -> options: engines that overtake each other, and latencies at random
@@ -72,3 +75,14 @@ def logging_as_before() -> Iterator[None]:
     yield
     if not configured:
         structlog.reset_defaults()
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A Redis of the test's own; without the program the test is skipped."""
+    try:
+        running = RedisServer()
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    yield running
+    running.stop()

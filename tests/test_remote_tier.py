@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,10 @@ from rig import STRIDE, TOKENS_PER_BLOCK, open_rig, prompt
 
 from flexkv import FlexKVConfig
 from flexkv.errors import ConfigError
-from flexkv.testing.harness import Unsupported
 from flexkv.testing.remote import RedisServer
 
 BLOCKS = 6
 TOKENS = BLOCKS * TOKENS_PER_BLOCK
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    try:
-        running = RedisServer()
-    except Unsupported as reason:
-        pytest.skip(str(reason))
-    yield running
-    running.stop()
 
 
 def remote(server: RedisServer, blocks: int = 32) -> dict[str, Any]:
@@ -39,19 +27,21 @@ def remote(server: RedisServer, blocks: int = 32) -> dict[str, Any]:
     }
 
 
-async def test_what_left_the_host_comes_back_from_the_remote_tier(server: RedisServer) -> None:
-    async with open_rig(**remote(server)) as rig:
+async def test_what_left_the_host_comes_back_from_the_remote_tier(
+    redis_server: RedisServer,
+) -> None:
+    async with open_rig(**remote(redis_server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.push_out()
         result = await rig.get(prompt(1, BLOCKS))
         assert result.loaded == TOKENS
         assert result.by_tier["remote"] > 0
-    with redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(redis_server.url) as client:
         assert client.dbsize() > BLOCKS
 
 
-async def test_the_nearest_tier_is_read(server: RedisServer, tmp_path: Path) -> None:
-    async with open_rig(tmp_path, **remote(server)) as rig:
+async def test_the_nearest_tier_is_read(redis_server: RedisServer, tmp_path: Path) -> None:
+    async with open_rig(tmp_path, **remote(redis_server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.push_out()
         result = await rig.get(prompt(1, BLOCKS))
@@ -60,9 +50,11 @@ async def test_the_nearest_tier_is_read(server: RedisServer, tmp_path: Path) -> 
         assert not result.by_tier.get("remote")
 
 
-async def test_a_prefix_is_put_together_from_all_tiers(server: RedisServer, tmp_path: Path) -> None:
+async def test_a_prefix_is_put_together_from_all_tiers(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     """The disk has room for a few blocks only; leaves go first, so that it keeps the beginning."""
-    async with open_rig(tmp_path, disk=10, **remote(server)) as rig:
+    async with open_rig(tmp_path, disk=10, **remote(redis_server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.put(prompt(2, 8))
         result = await rig.get(prompt(1, BLOCKS))
@@ -71,21 +63,21 @@ async def test_a_prefix_is_put_together_from_all_tiers(server: RedisServer, tmp_
         assert result.by_tier.get("remote")
 
 
-async def test_the_share_of_this_cache_stays_within_its_size(server: RedisServer) -> None:
-    async with open_rig(**remote(server, blocks=16)) as rig:
+async def test_the_share_of_this_cache_stays_within_its_size(redis_server: RedisServer) -> None:
+    async with open_rig(**remote(redis_server, blocks=16)) as rig:
         for name in range(1, 9):
             await rig.put(prompt(name, BLOCKS))
             await rig.kv.flush()
-            with redis.Redis.from_url(server.url) as client:
+            with redis.Redis.from_url(redis_server.url) as client:
                 assert client.dbsize() <= 16
         assert rig.kv.usage()["remote"]["evicted"] > 0
 
 
-async def test_a_dead_server_costs_misses_and_never_the_manager(server: RedisServer) -> None:
-    async with open_rig(**remote(server)) as rig:
+async def test_a_dead_server_costs_misses_and_never_the_manager(redis_server: RedisServer) -> None:
+    async with open_rig(**remote(redis_server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.push_out()
-        server.kill()
+        redis_server.kill()
         with anyio.fail_after(10):
             result = await rig.get(prompt(1, BLOCKS))
         assert result.loaded < TOKENS
@@ -95,19 +87,19 @@ async def test_a_dead_server_costs_misses_and_never_the_manager(server: RedisSer
             await rig.kv.flush()
 
 
-async def test_a_manager_starts_without_its_server(server: RedisServer) -> None:
-    server.kill()
-    async with open_rig(**remote(server)) as rig:
+async def test_a_manager_starts_without_its_server(redis_server: RedisServer) -> None:
+    redis_server.kill()
+    async with open_rig(**remote(redis_server)) as rig:
         with anyio.fail_after(10):
             await rig.put(prompt(1, BLOCKS), durable=False)
             assert (await rig.get(prompt(1, BLOCKS))).loaded == TOKENS
             await rig.kv.flush()
 
 
-async def test_a_reset_forgets_the_remote_blocks(server: RedisServer) -> None:
-    async with open_rig(**remote(server)) as rig:
+async def test_a_reset_forgets_the_remote_blocks(redis_server: RedisServer) -> None:
+    async with open_rig(**remote(redis_server)) as rig:
         await rig.put(prompt(1, BLOCKS))
-        with redis.Redis.from_url(server.url) as client:
+        with redis.Redis.from_url(redis_server.url) as client:
             assert client.dbsize() == BLOCKS
             await rig.kv.reset()
             assert client.dbsize() == 0
