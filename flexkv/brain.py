@@ -17,7 +17,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.hints import RetainLimits
 from flexkv.index import PrefixIndex
 from flexkv.ledger import Ledger, PromoteMode, SpillMode
-from flexkv.model import HOST, KVSpec
+from flexkv.model import HOST, PEER, REMOTE, KVSpec
 from flexkv.planner import Planner
 from flexkv.pool import SlotPool
 from flexkv.tier import Tier
@@ -59,6 +59,7 @@ def build_brain(
     chunks_in_flight: int = 1,
     count_evicted: Callable[[str, int], None] = _uncounted,
     keyed: Collection[str] = (),
+    foreign: Collection[str] = (),
 ) -> Brain:
     """Build an empty brain.
 
@@ -71,6 +72,7 @@ def build_brain(
         promote: which blocks of a get from a store take host slots on their way.
         count_evicted: told (tier, blocks) whenever something leaves to make room.
         keyed: tiers whose store is addressed by key.
+        foreign: tiers that lie on other machines; they have no policy, see flexkv.cluster.
 
     Raises:
         PluginError: a policy is unknown or broken.
@@ -79,13 +81,14 @@ def build_brain(
     assert next(iter(capacities)) == HOST, "tier 0 is the host"
     # a put enters its blocks before those that make room for them leave: the host's share twice
     max_blocks = sum(capacities.values()) + capacities[HOST] + _SPARE_ENTRIES
-    index = PrefixIndex(max_blocks, list(capacities))
+    index = PrefixIndex(max_blocks, list(capacities), find_any=bool(foreign))
     tiers = []
     for number, (name, slots) in enumerate(capacities.items()):
-        policy = plugins.load(plugins.POLICIES, policy_of(name))()
-        index.set_policy(
-            number, policy, settings, capacity_blocks=slots, tokens_per_block=tokens_per_block
-        )
+        if name not in foreign:
+            policy = plugins.load(plugins.POLICIES, policy_of(name))()
+            index.set_policy(
+                number, policy, settings, capacity_blocks=slots, tokens_per_block=tokens_per_block
+            )
         counted = partial(count_evicted, name)
         thresholds = (evict_ratio, evict_start_threshold)
         tiers.append(Tier(name, number, index, SlotPool(slots), *thresholds, counted))
@@ -97,6 +100,7 @@ def build_brain(
         max_read_failures=max_read_failures,
         retain=retain,
         keyed=keyed,
+        foreign=foreign,
     )
     planner = Planner(ledger, chunk_blocks=chunk_blocks, chunks_in_flight=chunks_in_flight)
     planner.promote = promote
@@ -111,8 +115,13 @@ def brain_for(
 ) -> Brain:
     """Build the brain that a manager with this configuration has; raises as `build_brain`."""
     chunk_blocks = config.chunk_blocks(spec)
+    stores = store_slots(config, spec)
+    far = stores.pop(REMOTE, 0)
+    capacities = {HOST: config.host_slots(spec)} | stores
+    if config.cluster_redis_url:
+        capacities[PEER] = config.peer_blocks
     brain = build_brain(
-        {HOST: config.host_slots(spec)} | store_slots(config, spec),
+        capacities | ({REMOTE: far} if far else {}),
         config.policy_of,
         config.policy_settings(),
         tokens_per_block=spec.tokens_per_block,
@@ -129,6 +138,7 @@ def brain_for(
         chunks_in_flight=-(-config.disk_bytes_in_flight // config.chunk_bytes) + 1,
         count_evicted=count_evicted,
         keyed=keyed,
+        foreign=(PEER,) if config.cluster_redis_url else (),
     )
     if not config.fetch_or_recompute:
         return brain

@@ -23,20 +23,19 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from flexkv.compat import parse_size, to_dirs, to_mapping, to_spec
+from flexkv.clusterconfig import ClusterFields, Options, Size
+from flexkv.compat import to_dirs, to_mapping, to_spec
 from flexkv.errors import ConfigError
 from flexkv.model import PAGE_BYTES, Identity, KVSpec
 from flexkv.sources import ConfigWarning, Source, environment, explain, read_file, warn
 
 __all__ = ["ConfigWarning", "FlexKVConfig"]
 
-Size = Annotated[int, BeforeValidator(parse_size)]
 Spec = Annotated[KVSpec | None, PlainValidator(to_spec)]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(to_dirs)]
-Options = Annotated[dict[str, Any], BeforeValidator(to_mapping)]
 
 
-class FlexKVConfig(BaseSettings):
+class FlexKVConfig(ClusterFields):
     """Settings of a KVManager. Every limit has a unit in its name and a default.
 
     Keywords win over the file (`config_path`, or FLEXKV_CONFIG_PATH), the file over FLEXKV_*
@@ -246,6 +245,8 @@ class FlexKVConfig(BaseSettings):
             raise ValueError("disk_dirs names a directory twice")
         if bool(self.remote_backend) != bool(self.remote_cache_bytes):
             raise ValueError("set both remote_backend and remote_cache_bytes, or none of them")
+        if self.node_ttl_ms < 2 * self.heartbeat_ms:
+            raise ValueError("node_ttl_ms must be at least two heartbeats of heartbeat_ms")
         return self
 
     @classmethod
@@ -262,10 +263,11 @@ class FlexKVConfig(BaseSettings):
         """
         if self.spec is not None and self.spec != spec:
             raise ConfigError(f"the configuration says {self.spec}, but the device holds {spec}")
-        if (self.disk_cache_bytes or self.remote_cache_bytes) and not self.model:
+        shared = self.remote_cache_bytes or self.cluster_redis_url
+        if (self.disk_cache_bytes or shared) and not self.model:
             raise ConfigError(
-                "set model (and revision): what outlives the process, as the disk tier and the "
-                "remote tier do, must know them"
+                "set model (and revision): what outlives the process or leaves it, as the disk "
+                "tier, the remote tier and a cluster do, must know them"
             )
         return Identity(self.model, self.revision, spec, self.rank, key_hash=self.key_hash)
 
@@ -301,7 +303,7 @@ class FlexKVConfig(BaseSettings):
 
     def staging_slots(self, spec: KVSpec) -> int:
         """Return how many slots blocks pass through that do not stay in the host."""
-        some = self.disk_cache_bytes or self.remote_cache_bytes
+        some = self.disk_cache_bytes or self.remote_cache_bytes or self.cluster_redis_url
         return max(2, self.staging_bytes // spec.stride_bytes) if some else 0
 
     @staticmethod

@@ -8,7 +8,7 @@ nobody listens. A listener that is too slow is told everything anew: `cleared`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -134,12 +134,18 @@ class _Ear:
 
 
 class EventLog:
-    """Watches the index for as long as somebody listens."""
+    """Watches the index for as long as somebody listens: all tiers, or those with these names."""
 
     def __init__(
-        self, index: PrefixIndex, limit_blocks: int, count_dropped: Callable[[int], None]
+        self,
+        index: PrefixIndex,
+        limit_blocks: int,
+        count_dropped: Callable[[int], None],
+        tiers: Collection[str] | None = None,
     ) -> None:
         self._index, self._limit_blocks = index, limit_blocks
+        watched = enumerate(index.tiers)
+        self._tiers = [number for number, name in watched if tiers is None or name in tiers]
         self._count_dropped = count_dropped
         self._streams: list[EventStream] = []
 
@@ -152,7 +158,7 @@ class EventLog:
             leave=self._part,
         )
         if not self._streams:
-            for tier in range(len(self._index.tiers)):
+            for tier in self._tiers:
                 self._index.watch(tier, _Ear(self._index, tier, self._streams))
         self._streams.append(stream)
         return stream
@@ -171,13 +177,14 @@ class EventLog:
         if stream in self._streams:
             self._streams.remove(stream)
         if not self._streams:
-            for tier in range(len(self._index.tiers)):
+            for tier in self._tiers:
                 self._index.watch(tier, None)
 
     def _everything(self) -> list[BlockEvent]:
         """What can be read where, ancestors first."""
         events = []
-        for tier, name in enumerate(self._index.tiers):
+        for tier in self._tiers:
+            name = self._index.tiers[tier]
             events.append(BlockEvent("cleared", name))
             blocks = self._index.readable(tier)
             blocks = blocks[np.argsort(self._index.depths(blocks), kind="stable")]

@@ -29,7 +29,9 @@ MAX_BLOCKS = 1 << 30
 class PrefixIndex:
     """Blocks by key, their parents, and their residency in each of `tiers` (by position)."""
 
-    def __init__(self, max_blocks: int, tiers: Sequence[str]) -> None:
+    def __init__(
+        self, max_blocks: int, tiers: Sequence[str], *, find_any: bool = False
+    ) -> None:  # find_any: `alone.find` finds blocks without what stands before them, too
         if not 0 <= max_blocks <= MAX_BLOCKS or not 1 <= len(tiers) <= MAX_TIERS:
             raise ConfigError(
                 f"an index holds up to {MAX_BLOCKS} blocks in 1..{MAX_TIERS} tiers, "
@@ -38,7 +40,9 @@ class PrefixIndex:
         if (index := lib.fx_index_open(max_blocks, len(tiers))) == ffi.NULL:
             raise MemoryError(f"no memory for an index of {max_blocks} blocks")
         self.max_blocks, self.tiers = max_blocks, tuple(tiers)
-        self._index = ffi.gc(index, lib.fx_index_close)
+        self.handle = self._index = ffi.gc(index, lib.fx_index_close)
+        if find_any:
+            lib.fx_index_find_any(index)
         self.alone, self._audiences = AloneBlocks(self._index), tuple(Audience() for _ in tiers)
         self._orders = tuple(TierOrder(self._index, tier) for tier in range(len(tiers)))
 

@@ -55,7 +55,11 @@ class Discard(NamedTuple):
 
 
 class Ledger:
-    """Index, tiers and the numbers of what is landing; tier 0 is the host, the rest are stores."""
+    """Index, tiers and the numbers of what is landing.
+
+    Tier 0 is the host, the rest are `sources` that blocks are read from, from near to far; the
+    `stores` among them are written to, `foreign` ones are not.
+    """
 
     def __init__(
         self,
@@ -67,10 +71,12 @@ class Ledger:
         max_read_failures: int = 3,
         retain: RetainLimits | None = None,
         keyed: Collection[str] = (),
+        foreign: Collection[str] = (),
     ) -> None:
         self.index = index
-        self.hints = Hints(index, tiers, retain)
-        self.host, self.stores = tiers[0], tuple(tiers[1:])
+        own = [tier for tier in tiers if tier.name not in foreign]
+        self.hints = Hints(index, own, retain)
+        self.host, self.stores, self.sources = tiers[0], tuple(own[1:]), tuple(tiers[1:])
         self.tiers = {tier.name: tier for tier in tiers}
         self.spill: SpillMode = spill if self.stores else "never"
         self.max_blocks = max_blocks
@@ -153,12 +159,21 @@ class Ledger:
         failed = statuses == FAILED
         damaged = (statuses == DAMAGED) | (statuses == MISSING)
         self._strikes[blocks[failed]] += 1
-        gone = blocks[damaged | (failed & (self._strikes[blocks] >= self.max_read_failures))]
+        if store.books is None:  # another node that does not answer may have it all the same
+            damaged |= failed & (self._strikes[blocks] >= self.max_read_failures)
+        gone = blocks[damaged]
         gone = gone[self.index.states(store.number, gone) == READY]
         if len(gone):
             self._strikes[gone] = 0
-            keys = self.index.keys(gone)
-            self.vacate(store, self.index.drop(store.number, gone), keys)
+            self._drop(store, gone)
+
+    def _drop(self, tier: Tier, blocks: BlockIds) -> None:
+        """Make blocks leave a tier; a store has to forget them."""
+        if tier.books is not None:
+            tier.books.forget(blocks)
+            return
+        keys = self.index.keys(blocks)
+        self.vacate(tier, self.index.drop(tier.number, blocks), keys)
 
     def hold(self, slots: SlotIds) -> None:
         """Note host slots whose old content a save is about to read."""
@@ -194,8 +209,7 @@ class Ledger:
         for tier in self.tiers.values():
             here = tail[self.index.states(tier.number, tail) == READY]
             if len(here):
-                held = self.index.keys(here)
-                self.vacate(tier, self.index.drop(tier.number, here), held)
+                self._drop(tier, here)
         return len(tail)
 
     def restore(self, store: Tier, recovered: Recovered, now: float) -> int:
@@ -221,5 +235,7 @@ class Ledger:
         self.spills.clear()
         for tier in self.tiers.values():
             tier.pool = SlotPool(tier.capacity)
-            if tier is not self.host and tier.forget is None:
+            if tier.books is not None:
+                tier.books.clear()
+            elif tier is not self.host and tier.forget is None:
                 self.vacate(tier, tier.pool.take(tier.capacity))

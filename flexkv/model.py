@@ -319,6 +319,6 @@ class TransferGraph:
         return chains
 
 
-DEVICE, HOST, DISK = "device", "host", "disk"
+DEVICE, HOST, DISK, PEER, REMOTE = "device", "host", "disk", "peer", "remote"
 
 PRIORITY_GET, PRIORITY_PUT, PRIORITY_PREFETCH, PRIORITY_SPILL = range(4)

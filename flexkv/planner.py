@@ -138,7 +138,7 @@ class Planner:
         the device directly. Nothing is read from a block on that a store lost since it was matched.
         """
         lost = np.ones(len(far), np.bool_)
-        for store in self.stores:
+        for store in self.ledger.sources:
             lost &= self.index.states(store.number, blocks[far]) != READY
         if lost.any():
             far = far[: int(lost.argmax())]
@@ -153,7 +153,7 @@ class Planner:
         host_slots[promoted] = slots
         goes_to_host = np.zeros(len(blocks), np.bool_)
         goes_to_host[promoted] = True
-        for store in self.stores:
+        for store in self.ledger.sources:
             here = self.index.states(store.number, blocks[far]) == READY
             mine, far = far[here], far[~here]
             by_tier[store.name] = len(mine)

@@ -53,7 +53,9 @@ class Prompts:
 
     def __init__(self, index: PrefixIndex, host: Tier) -> None:
         self._index, self._host = index, host
-        policies: list[object] = [index.audience(tier).policy for tier in range(len(index.tiers))]
+        audiences = [index.audience(tier) for tier in range(len(index.tiers))]
+        policies: list[object] = [one.policy for one in audiences if one.policy is not None]
+        self._policies = len(policies)
         self.readers = [policy for policy in policies if isinstance(policy, PromptPolicy)]
 
     def read(
@@ -73,7 +75,7 @@ class Prompts:
         keys = groups[0].keys
         known = blocks[: int(np.count_nonzero(blocks != NO_BLOCK))]
         wanted = [policy.prompt(keys, known, now, output_tokens) for policy in self.readers]
-        keep = max(wanted) if len(wanted) == len(self._index.tiers) else len(keys)
+        keep = max(wanted) if len(wanted) == self._policies else len(keys)
         if keep < len(keys):
             absent = np.flatnonzero(self._index.states(self._host.number, known) == ABSENT)
             keep = max(keep, int(absent[0]) if len(absent) else len(known))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +23,16 @@ def _ignore(count: int) -> None:
     """Count nothing."""
 
 
+class Books(Protocol):
+    """Who gives out the slots of a tier that lies on other machines, where nothing is written."""
+
+    def forget(self, blocks: BlockIds) -> None:
+        """Make blocks leave the tier."""
+
+    def clear(self) -> None:
+        """Hear that the tier is empty."""
+
+
 @dataclass(slots=True)
 class Tier:
     """A tier's number in the index, its slots and its eviction thresholds.
@@ -29,7 +40,7 @@ class Tier:
     `evict_start_threshold` is the used share of the capacity at which eviction runs ahead of need,
     `evict_ratio` the share of the capacity that leaves at least whenever something leaves (both as
     upstream defines them). A store addressed by key must be told to `forget` what leaves: to write
-    to the slot again does not.
+    to the slot again does not. A tier with `books` is filled and emptied by them alone.
     """
 
     name: str
@@ -40,6 +51,7 @@ class Tier:
     evict_start_threshold: float = 1.0
     count_evicted: Callable[[int], None] = _ignore
     forget: Callable[[KeyArray], None] | None = None
+    books: Books | None = None
     evicted_blocks: int = field(default=0)
 
     @property

@@ -22,6 +22,7 @@ HEADERS = (
     "quant.h",
     "runs.h",
     "index.h",
+    "holders.h",
     "hazard.h",
 )
 

@@ -20,7 +20,7 @@ static const char *check_entries(const fx_index *index, uint32_t *children) {
     alive++;
     pins += node->pins;
     if (fx_child(index, node->parent, index->keys[block]) != block) return "a key does not find its entry";
-    listed += !fx_follows(block, node->parent);
+    listed += !fx_unlisted(index, block, node->parent);
     if (node->parent == FX_NONE) {
       if (node->depth) return "a first block has a depth";
       continue;

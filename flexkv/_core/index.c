@@ -92,6 +92,10 @@ void fx_index_clear(fx_index *index) {
   make_empty(index);
 }
 
+void fx_index_find_any(fx_index *index) {
+  index->every_key = 1; /* while it is empty */
+}
+
 uint32_t fx_index_count(const fx_index *index) { return index->count; }
 uint32_t fx_index_resident(const fx_index *index, uint32_t tier) { return index->tier[tier].resident; }
 uint64_t fx_index_pinned(const fx_index *index) { return index->pinned; }
@@ -99,7 +103,7 @@ uint64_t fx_index_pinned(const fx_index *index) { return index->pinned; }
 /* ---- the table ---- */
 
 static void table_add(fx_index *index, uint32_t block) {
-  if (fx_follows(block, index->nodes[block].parent)) return;
+  if (fx_unlisted(index, block, index->nodes[block].parent)) return;
   uint32_t tag = (uint32_t)index->keys[block].lo, at = tag & index->table_mask;
   while (index->table[at] != FX_VACANT) at = (at + 1) & index->table_mask;
   index->table[at] = (uint64_t)tag << 32 | block;
@@ -145,6 +149,10 @@ static void add_run(fx_index *index, uint32_t first, const fx_key *keys, uint32_
   node->children = 1;
   node[n - 1].children = 0;
   index->count += n - 1;
+  for (uint32_t i = 1; index->every_key && i < n; i++) {
+    if (i + FX_AHEAD < n) __builtin_prefetch(&index->table[(uint32_t)keys[i + FX_AHEAD].lo & index->table_mask], 1);
+    table_add(index, first + i);
+  }
 }
 
 /* How many of the first blocks have neighbouring numbers, ascending. */
@@ -292,7 +300,7 @@ int fx_index_ready(fx_index *index, uint32_t tier, const uint32_t *blocks, uint3
   return 0;
 }
 
-static void vacate(fx_index *index, uint32_t tier, uint32_t block) {
+void fx_index_vacate(fx_index *index, uint32_t tier, uint32_t block) {
   fx_tier *from = &index->tier[tier];
   uint8_t keep = (uint8_t) ~(1u << tier);
   uint32_t parent = index->nodes[block].parent;
@@ -328,7 +336,7 @@ int fx_index_drop(fx_index *index, uint32_t tier, const uint32_t *blocks, uint32
     fx_mask mask = index->masks[blocks[i]];
     slots[i] = (mask.ready | mask.landing) & bit ? index->tier[tier].slot[blocks[i]] : FX_NONE;
     if (mask.ready & bit) was_ready[ready++] = blocks[i];
-    if (slots[i] != FX_NONE) vacate(index, tier, blocks[i]);
+    if (slots[i] != FX_NONE) fx_index_vacate(index, tier, blocks[i]);
   }
   prune_all(index, blocks, n);
   *n_ready = ready;
@@ -377,7 +385,7 @@ int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32
     if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
     const fx_node *node = &index->nodes[blocks[i]];
     uint32_t children = own != FX_NONE && index->nodes[own].parent == blocks[i];
-    if (node->pins || index->masks[blocks[i]].landing || node->children != children) break;
+    if (node->pins || (index->masks[blocks[i]].landing & ~index->foreign) || node->children != children) break;
   }
   return found;
 }

@@ -26,6 +26,7 @@ enum {
 
 fx_index *fx_index_open(uint32_t max_blocks, uint32_t tiers); /* NULL when there is no memory */
 void fx_index_close(fx_index *index);
+void fx_index_find_any(fx_index *index); /* while it is empty: fx_index_find_alone finds keys without their prefix */
 void fx_index_clear(fx_index *index);
 uint32_t fx_index_count(const fx_index *index);
 uint32_t fx_index_resident(const fx_index *index, uint32_t tier); /* LANDING or READY */

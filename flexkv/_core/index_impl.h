@@ -66,6 +66,8 @@ struct fx_index {
   fx_mask *masks;
   uint8_t *held;  /* tiers that keep the block as long as they can spare others, as bits */
   uint64_t holds; /* bits set in `held` */
+  uint8_t foreign; /* tiers on other machines, as bits */
+  uint8_t every_key; /* every entry has a cell */
   uint64_t *table; /* low half of the key << 32 | entry; linear probing */
   uint32_t table_mask;
   fx_runs *runs;
@@ -95,9 +97,14 @@ static inline int fx_same(fx_key a, fx_key b) { return a.lo == b.lo && a.hi == b
  * follows "no parent".) A chain of new blocks so costs one cell, not one a block. */
 static inline int fx_follows(uint32_t block, uint32_t parent) { return parent + 1 == block; }
 
+/* Whether the entry has no cell: it follows its parent, and nobody looks for keys without their prefix. */
+static inline int fx_unlisted(const fx_index *index, uint32_t block, uint32_t parent) {
+  return fx_follows(block, parent) && !index->every_key;
+}
+
 /* Fetch what freeing the block will touch outside of its own entry. */
 static inline void fx_prefetch_free(const fx_index *index, uint32_t block) {
-  if (fx_follows(block, index->nodes[block].parent)) return;
+  if (fx_unlisted(index, block, index->nodes[block].parent)) return;
   __builtin_prefetch(&index->table[(uint32_t)index->keys[block].lo & index->table_mask], 1);
   fx_runs_prefetch(index->runs, block);
 }
@@ -128,14 +135,16 @@ static inline int fx_is_empty(const fx_index *index, uint32_t block) {
   return fx_is_bare(index, block) && !index->nodes[block].pins;
 }
 
-/* Tiers that could evict the block now, as bits; held ones do not. */
+/* Tiers that could evict the block now, as bits; held ones do not. A block in a foreign tier has descendants there only
+ * together with itself, readable or not, so that here it need not stay for them. */
 static inline unsigned fx_evictable(const fx_index *index, uint32_t block) {
   fx_mask mask = index->masks[block];
   const fx_node *node = &index->nodes[block];
   unsigned leaf = mask.ready & ~mask.busy;
   if (!leaf || node->pins) return 0;
   if (index->holds) leaf &= ~(unsigned)index->held[block];
-  int only_here = !(mask.ready & (mask.ready - 1));
+  unsigned somewhere = mask.ready | (mask.landing & index->foreign);
+  int only_here = !(somewhere & (somewhere - 1));
   return node->children && only_here ? 0 : leaf;
 }
 
@@ -156,6 +165,7 @@ void fx_entry_add(fx_index *index, uint32_t block, fx_key key, uint32_t parent);
 void fx_occupy(fx_index *index, uint32_t tier, uint32_t block, uint32_t slot); /* ABSENT -> LANDING */
 /* Free the block if it is empty, and then its ancestors up to (not including) `next`, whose turn comes anyway. */
 void fx_prune(fx_index *index, uint32_t block, uint32_t next);
+void fx_index_vacate(fx_index *index, uint32_t tier, uint32_t block); /* LANDING or READY -> ABSENT; prunes nothing */
 void fx_table_remove(fx_index *index, uint32_t block);
 void fx_give_loose(fx_index *index);
 
@@ -173,7 +183,7 @@ static inline void fx_free_run(fx_index *index, uint32_t first, uint32_t count) 
 
 static inline void fx_entry_free(fx_index *index, uint32_t block) {
   fx_node *node = &index->nodes[block];
-  if (!fx_follows(block, node->parent)) fx_table_remove(index, block);
+  if (!fx_unlisted(index, block, node->parent)) fx_table_remove(index, block);
   node->parent = FX_UNUSED;
   fx_free_run(index, block, 1);
 }

@@ -412,7 +412,7 @@ static void commit(fx_index *index, uint32_t block, uint32_t next) {
 static uint32_t commit_run(fx_index *index, const uint32_t *blocks, uint32_t n) {
   uint32_t block = blocks[0], length = 0;
   fx_node *node = &index->nodes[block];
-  while (length + 1 < n && blocks[length + 1] == block - length - 1 && fx_is_empty(index, block - length) &&
+  while (!index->every_key && length + 1 < n && blocks[length + 1] == block - length - 1 && fx_is_empty(index, block - length) &&
          node->parent == block - length - 1) {
     node->parent = FX_UNUSED;
     node--;
@@ -433,7 +433,7 @@ uint32_t fx_index_evict(fx_index *index, uint32_t tier, uint32_t count, uint32_t
   index->tier[tier].resident -= taken;
   for (uint32_t i = 0; i < taken; i++) {
     slots[i] = index->tier[tier].slot[blocks[i]];
-    if (!fx_follows(blocks[i], index->nodes[blocks[i]].parent)) __builtin_prefetch(&index->keys[blocks[i]]);
+    if (!fx_unlisted(index, blocks[i], index->nodes[blocks[i]].parent)) __builtin_prefetch(&index->keys[blocks[i]]);
   }
   for (uint32_t i = 0; i < taken; i += commit_run(index, blocks + i, taken - i)) {
     if (ahead < i) ahead = i;
