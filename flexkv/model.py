@@ -12,6 +12,7 @@ import enum
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -232,8 +233,13 @@ class Identity:
 
     def digest(self) -> bytes:
         """32 bytes that differ whenever any field differs."""
-        text = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).digest()
+        return _digest(self)
+
+
+@lru_cache(64)  # a process has few identities, and asks often
+def _digest(identity: Identity) -> bytes:
+    text = json.dumps(identity.describe(), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,4 +113,7 @@ int64_t fx_index_restore(fx_index *index, uint32_t tier, const uint64_t *keys, c
                          uint32_t *blocks);
 
 const char *fx_index_check(const fx_index *index); /* NULL, or what is wrong: a full scan */
+/* All entries, for tests: keys, and for each one block, parent and, tier by tier, TierState and slot (of no meaning where
+ * ABSENT). Both arrays have room for as many as there are entries; returns how many that is. */
+uint32_t fx_index_dump(const fx_index *index, uint64_t *keys, uint32_t *entries);
 #endif

@@ -15,6 +15,7 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,6 +203,7 @@ def check(records: NDArray[np.void], first: int, seed: int) -> NDArray[np.uint8]
     return states
 
 
+@lru_cache(64)
 def identity_text(identity: Identity) -> str:
     """The identity as JSON for people; runs of layers are shortened to "0-31"."""
     return json.dumps(_shorten(identity.describe()), separators=(",", ":"))

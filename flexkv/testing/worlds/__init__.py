@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from flexkv.testing.worlds.crowd import tell_many
 from flexkv.testing.worlds.shrink import shrink
 from flexkv.testing.worlds.story import Story, write_story
 from flexkv.testing.worlds.world import Outcome, tell
@@ -19,16 +20,19 @@ __all__ = ["Outcome", "Story", "explain", "search", "shrink", "tell", "write_sto
 
 
 def search(
-    seeds: Iterable[int], each: Callable[[int, Outcome], None] = lambda seed, outcome: None
+    seeds: Iterable[int],
+    each: Callable[[int, Outcome], None] = lambda seed, outcome: None,
+    *,
+    processes: int = 1,
 ) -> dict[int, Outcome]:
     """Tell the stories of many seeds; return the outcomes of those that violate something.
 
     Args:
         each: called after every world.
+        processes: that share the work; with 1 it is done here.
     """
     failed = {}
-    for seed in seeds:
-        outcome = tell(write_story(seed))
+    for seed, outcome in tell_many(seeds, processes):
         if outcome.violation is not None:
             failed[seed] = outcome
         each(seed, outcome)

@@ -1,13 +1,15 @@
 """`python -m flexkv.testing.worlds`: many worlds with a bar, or the story of one.
 
-`--worlds N` tells the stories of N seeds from `--first` on and sums up; `--seed S` tells one,
-`--story` shows all that happens in it. A seed that fails is shrunk to a short story.
+`--worlds N` tells the stories of N seeds from `--first` on, shared out to `--processes` (one a
+core), and sums up; `--seed S` tells one, `--story` shows all that happens in it. A seed that fails
+is shrunk to a short story.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flexkv.testing.worlds", description=__doc__)
     parser.add_argument("--worlds", type=int, default=2000, help="seeds to try (2000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--processes", type=int, default=cores, help="that share it (a core each)")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--story", action="store_true", help="with --seed: show all that happens")
     given = parser.parse_args(arguments)
@@ -33,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=True, highlight=False)
     if given.seed is not None:
         return _tell_one(console, given.seed, given.story)
-    return _search(console, given.first, given.worlds)
+    return _search(console, given.first, given.worlds, given.processes)
 
 
 def _tell_one(console: Console, seed: int, whole: bool) -> int:
@@ -60,7 +64,7 @@ def _show(console: Console, seed: int) -> None:
         console.print(line, markup=False)
 
 
-def _search(console: Console, first: int, count: int) -> int:
+def _search(console: Console, first: int, count: int, processes: int) -> int:
     begun = time.perf_counter()
     turns = events = 0
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
@@ -72,7 +76,7 @@ def _search(console: Console, first: int, count: int) -> int:
             turns, events = turns + outcome.turns, events + outcome.events
             progress.advance(bar)
 
-        failed = search(range(first, first + count), each)
+        failed = search(range(first, first + count), each, processes=processes)
     elapsed_s = time.perf_counter() - begun
     console.print(
         f"{count} worlds, seeds {first} to {first + count - 1}: {len(failed)} violations; "

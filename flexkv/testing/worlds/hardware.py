@@ -32,7 +32,10 @@ class Violation(Exception):
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
-        self.kind = kind
+        self.kind, self.text = kind, text
+
+    def __reduce__(self) -> tuple[type[Violation], tuple[str, str]]:
+        return Violation, (self.kind, self.text)  # as it goes from process to process
 
 
 class Journal:

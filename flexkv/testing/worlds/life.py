@@ -22,37 +22,44 @@ from flexkv.testing.worlds.users import Users
 from flexkv.testing.worlds.watch import Contents, Key, Watch
 
 
-@lru_cache(4096)
-def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
-    """The configuration of a world: everything small, so that everything is short of room."""
-    given, stride = dict(settings), SPEC.stride_bytes
+@lru_cache(1)
+def _common() -> FlexKVConfig:
+    """What is the same in all worlds."""
     return FlexKVConfig(
         model="world",
         spec=SPEC,
         device="world-device",
         disk_backend="world-disk",
-        host_cache_bytes=given["host"] * stride,
-        disk_cache_bytes=given["disk"] * stride,
         disk_dirs=["world"],
-        spill=given["spill"],
-        eviction_policy=given["policy"],
-        evict_ratio=given["evict_ratio"],
-        retain_share=given["retain_share"],
-        chunk_bytes=given["chunk"] * stride,
-        staging_bytes=given["staging"] * stride,
-        max_in_flight_gets=given["in_flight"],
-        max_in_flight_puts=given["in_flight"],
-        max_in_flight_prefetches=given["in_flight"],
-        tickets=given["tickets"],
-        spill_queue_blocks=given["queue"],
         transfer_timeout_ms=2000,
         plan_ttl_ms=200,
-        close_timeout_ms=given["close_ms"],
         settle_timeout_ms=60_000,
         huge_pages=False,
         prefault=False,
         crew_threads=1,
     )
+
+
+def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
+    """The configuration of a world: everything small, so that everything is short of room."""
+    given, stride = dict(settings), SPEC.stride_bytes
+    own = {
+        "host_cache_bytes": given["host"] * stride,
+        "disk_cache_bytes": given["disk"] * stride,
+        "spill": given["spill"],
+        "eviction_policy": given["policy"],
+        "evict_ratio": given["evict_ratio"],
+        "retain_share": given["retain_share"],
+        "chunk_bytes": given["chunk"] * stride,
+        "staging_bytes": given["staging"] * stride,
+        "max_in_flight_gets": given["in_flight"],
+        "max_in_flight_puts": given["in_flight"],
+        "max_in_flight_prefetches": given["in_flight"],
+        "tickets": given["tickets"],
+        "spill_queue_blocks": given["queue"],
+        "close_timeout_ms": given["close_ms"],
+    }
+    return _common().model_copy(update=own)  # reading settings costs more than opening a manager
 
 
 class Life(Users):

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flexkv._core import lib
 from flexkv.backends.disk import DiskBackend
 from flexkv.backends.disk.table import SlotTable
 from flexkv.keys import Keyring
-from flexkv.model import ABSENT, HOST, NO_BLOCK, READY, BlockIds
+from flexkv.model import ABSENT, DISK, HOST, NO_BLOCK, READY
+from flexkv.order import u32, u64
 from flexkv.testing.worlds.device import BLOCK_BYTES, TOKENS
 from flexkv.testing.worlds.hardware import Hardware, Journal
 from flexkv.testing.worlds.story import Path
@@ -64,7 +66,13 @@ class Watch:
     ) -> None:
         self._kv, self._hardware, self._contents, self._journal = kv, hardware, contents, journal
         self._stack = kv._host.stack()
-        self._blocks = np.arange(self._stack.ledger.max_blocks, dtype=np.uint32)
+        index = self._stack.index
+        self._index = index._index
+        self._keys = np.zeros((index.max_blocks, 2), np.uint64)
+        self._entries = np.zeros((index.max_blocks, 2 + 2 * len(index.tiers)), np.uint32)
+        self._room = (u64(self._keys), u32(self._entries))
+        arena = self._stack.arena
+        self._host_bytes = arena.rows(0, arena.slots)[:, :BLOCK_BYTES]
         self._seen: tuple[Any, ...] = ()
         self._commits = 0
         commit = self._stack.engine._commit
@@ -77,14 +85,18 @@ class Watch:
 
     def _state(self) -> tuple[Any, ...]:
         """Something that changes whenever anything worth looking at may have changed."""
-        host, stack = self._kv._host, self._stack
-        index, tiers = stack.index, stack.ledger.tiers.values()
-        return (
-            *(self._hardware.moved, self._commits, index.pinned, len(index), len(stack.plans)),
-            *(len(host.transfers), len(host._saves), len(stack.discarder.forgetting)),
-            *(stack.spiller.busy, stack.spiller.queued_blocks),
-            *((tier.free, index.resident(tier.number)) for tier in tiers),
-        )
+        host, stack, index = self._kv._host, self._stack, self._index
+        discarder, spiller = stack.discarder, stack.spiller
+        state = [
+            *(self._hardware.moved, self._commits, len(stack.plans)),
+            *(len(host.transfers), len(host._saves), spiller._active, spiller.queued_blocks),
+            *(len(discarder._underway), len(stack.ledger.discards)),
+            *(lib.fx_index_pinned(index), lib.fx_index_count(index)),
+        ]
+        for tier in stack.ledger.tiers.values():
+            state.append(lib.fx_runs_free(tier.pool._runs))
+            state.append(lib.fx_index_resident(index, tier.number))
+        return tuple(state)
 
     def look(self, *, perfect: bool) -> None:
         """Check everything; the manager is open. `perfect`: nothing was lost or cancelled yet."""
@@ -105,32 +117,28 @@ class Watch:
             return
         self._look_at_slots()
         self._look_at_pins()
-        states = [stack.index.states(tier, self._blocks) for tier in range(len(stack.index.tiers))]
-        ready = np.flatnonzero(states[0] == READY).astype(np.uint32)
-        if len(ready):
-            self._look_at_bytes(ready)
-            if perfect:
-                self._look_at_parents(ready)
-        if len(states) > 1:
-            here = np.flatnonzero(states[1] != ABSENT).astype(np.uint32)
-            self._look_at_disk(here)
-            if perfect:
-                parents = stack.index.parents(here)
-                if (states[1][parents[parents != NO_BLOCK]] == ABSENT).any():
-                    self._journal.accuse("alone", "a block is on disk without its parent")
+        count = lib.fx_index_dump(self._index, *self._room)
+        keys: list[Key] = list(map(tuple, self._keys[:count].tolist()))
+        entries = self._entries[:count].tolist()
+        self._look_at_bytes(keys, entries)
+        if perfect:
+            self._look_at_parents(entries)
+        for tier in stack.ledger.stores:
+            if tier.name == DISK:
+                self._look_at_disk(2 + 2 * tier.number, keys, entries)
 
     def _look_at_slots(self) -> None:
-        ledger, index = self._stack.ledger, self._stack.index
+        ledger = self._stack.ledger
+        forgetting = self._stack.discarder.forgetting
         for tier in ledger.tiers.values():
-            waiting = [d for d in self._stack.discarder.forgetting if d.tier is tier]
-            out = sum(len(discard.slots) for discard in waiting)
+            out = sum(len(discard.slots) for discard in forgetting if discard.tier is tier)
             if tier.name == HOST and ledger.spill == "on_evict":
                 out += int(np.count_nonzero(ledger._free_when_saved))
-            resident = index.resident(tier.number)
-            if tier.free + resident + out != tier.capacity:
+            resident, free = self._stack.index.resident(tier.number), tier.free
+            if free + resident + out != tier.capacity:
                 self._journal.accuse(
                     "slots",
-                    f"{tier.name}: {tier.free} free + {resident} resident + {out} being forgotten "
+                    f"{tier.name}: {free} free + {resident} resident + {out} being forgotten "
                     f"are not {tier.capacity}",
                 )
 
@@ -145,46 +153,49 @@ class Watch:
                 "pins", f"{pinned} pins; plans {plans}, transfers {running}, saves {saves}"
             )
 
-    def _look_at_bytes(self, ready: BlockIds) -> None:
+    def _look_at_bytes(self, keys: list[Key], entries: list[list[int]]) -> None:
         """What the host calls readable is there, and nothing writes to it."""
-        index = self._stack.index
-        slots, written = index.slots(0, ready).tolist(), self._hardware.written("host")
-        for key, slot in zip(index.keys(ready).tolist(), slots, strict=True):
+        written, of_key = self._hardware.written("host"), self._contents.of_key
+        held = self._host_bytes.tobytes()
+        for key, entry in zip(keys, entries, strict=True):
+            if entry[2] != READY:
+                continue
+            slot = entry[3]
             if slot in written:
                 self._journal.accuse("early", f"host[{slot}] is readable while it is written")
-            elif self._bytes_of(slot) != self._contents.of_key.get((key[0], key[1])):
+            elif held[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] != of_key.get(key):
                 self._journal.accuse("bytes", f"host[{slot}] is readable, its bytes are wrong")
 
-    def _bytes_of(self, slot: int) -> bytes:
-        return self._stack.arena.view(slot)[:BLOCK_BYTES].tobytes()
+    def _look_at_parents(self, entries: list[list[int]]) -> None:
+        """What the host can read has its parent somewhere, what is in a store has it there."""
+        for column in range(2, len(self._entries[0]), 2):
+            stores = column > 2
+            columns = (column,) if stores else range(2, len(self._entries[0]), 2)
+            there = {entry[0] for entry in entries if any(entry[at] for at in columns)}
+            for entry in entries:
+                here = entry[column] != ABSENT if stores else entry[column] == READY
+                if here and entry[1] != NO_BLOCK and entry[1] not in there:
+                    kind = "alone" if stores else "orphan"
+                    self._journal.accuse(kind, "a block is there, its parent is not")
 
-    def _look_at_parents(self, ready: BlockIds) -> None:
-        index = self._stack.index
-        parents = index.parents(ready)
-        parents = parents[parents != NO_BLOCK]
-        somewhere = np.zeros(len(parents), np.bool_)
-        for tier in range(len(index.tiers)):
-            somewhere |= index.states(tier, parents) != ABSENT
-        if not somewhere.all():
-            self._journal.accuse("orphan", "a block is readable, its parent is nowhere")
-
-    def _look_at_disk(self, here: BlockIds) -> None:
+    def _look_at_disk(self, column: int, keys: list[Key], entries: list[list[int]]) -> None:
         """Nothing is on disk outside the index; what is readable there has its own record."""
-        index, table = self._stack.index, self.table
-        slots = index.slots(1, here)
-        known = set(slots.tolist())
+        known, wrong = set(), []
+        sequences, records = self.table.sequences.tolist(), self.table.keys.tolist()
+        for key, entry in zip(keys, entries, strict=True):
+            if entry[column] == ABSENT:
+                continue
+            slot = entry[column + 1]
+            known.add(slot)
+            if entry[column] == READY and sequences[slot] and tuple(records[slot]) != key:
+                wrong.append(slot)
         for discard in self._stack.discarder.forgetting:
             known.update(discard.slots.tolist())
-        filled = np.flatnonzero(table.sequences).tolist()
-        if not known.issuperset(filled):
-            self._journal.accuse(
-                "outside", f"disk{sorted(set(filled) - known)} hold forgotten keys"
-            )
-        ready = index.states(1, here) == READY
-        wrong = table.filled(slots[ready])
-        wrong &= (table.keys[slots[ready]] != index.keys(here[ready])).any(axis=1)
-        if wrong.any():
-            self._journal.accuse("record", f"disk{slots[ready][wrong].tolist()} hold other keys")
+        outside = [s for s, sequence in enumerate(sequences) if sequence and s not in known]
+        if outside:
+            self._journal.accuse("outside", f"disk{outside} hold forgotten keys")
+        if wrong:
+            self._journal.accuse("record", f"disk{wrong} hold other keys")
 
     @property
     def table(self) -> SlotTable:
