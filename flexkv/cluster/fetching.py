@@ -188,7 +188,9 @@ class Fetcher:
         if len(came):
             sums = await self._sums.of(targets[came], keys[landed][came])
             wrong = sums != grant.checksums[came]
-            if wrong.any():
+            if wrong.any() and grant.late:  # its place was another's by then: it is no worse for it
+                statuses[landed[came[wrong]]] = SKIPPED
+            elif wrong.any():
                 statuses[landed[came[wrong]]] = DAMAGED
                 grant.error = grant.error or f"{np.count_nonzero(wrong)} blocks with wrong bytes"
         if grant.error:
@@ -226,7 +228,8 @@ class Fetcher:
 
     async def _let_go(self, link: PeerLink, grant: Grant, epoch: int) -> None:
         try:
-            await link.release([grant.token], epoch=epoch, deadline_s=_RELEASE_S)
+            (held,) = await link.release([grant.token], epoch=epoch, deadline_s=_RELEASE_S)
+            grant.late = not held
         except (OSError, EOFError, TransferError, CapacityError) as error:  # then it expires
             log.debug("peer.unreleased", address=link.address, error=repr(error))
 

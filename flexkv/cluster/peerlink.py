@@ -84,6 +84,7 @@ class Grant:
     answered_s: float = 0.0  # after it was asked
     got_bytes: int = 0
     error: str = ""
+    late: bool = False  # it was over before it was released
 
     def offsets(self) -> NDArray[np.uint64]:
         """Where the blocks on lease begin, in bytes from the owner's `welcome.base`."""
@@ -138,7 +139,7 @@ class PeerLink:
             OSError, EOFError, ProtocolError: connection or answer are no good; TimeoutError: no
             answer in time. Once there is one, the grant says what went wrong.
             CapacityError: the owner has no room now.
-            RefusedError: it is another incarnation or epoch, or leaves.
+            RefusedError: it is another incarnation or epoch.
         """
         grants: list[Grant] = []
         with anyio.move_on_after(deadline_s) as scope:
@@ -260,7 +261,7 @@ class PeerLink:
         if isinstance(answer, wire.Refusal):
             if answer.why == "busy":
                 raise CapacityError(f"{self.address} has no room now")
-            raise RefusedError(f"{self.address} refuses: another or no {answer.why}")
+            raise RefusedError(f"{self.address} has another {answer.why}")
         if not isinstance(answer, kind):
             raise wire.ProtocolError(f"{type(answer).__name__} came, not {kind.__name__}")
         return answer

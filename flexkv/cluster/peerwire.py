@@ -1,10 +1,10 @@
 """What nodes say to each other about blocks: msgpack messages, each checked against its type.
 
-Joining: `Challenge`, `Hello`, `Welcome` - asking: `Lease`, `Read`, `Release` - answers: `Leased`,
-`Reading`, `Released`, `Refusal` - `pack`, `unpack_for_owner`, `unpack_for_reader` - `Handshake`
-(both sides prove that they know the deployment's secret, without saying it). Numbers of blocks
-travel as little-endian bytes. Nothing is pickled. Fields are only ever added at the end, with a
-default: a node of the next minor version is understood.
+Joining: `Challenge`, `Hello`, `Welcome` - asking: `Lease`, `Release` - answers: `Leased` (and the
+blocks behind it, where they are to be read), `Released`, `Refusal` - `pack`, `unpack_for_owner`,
+`unpack_for_reader` - `Handshake` (both sides prove that they know the deployment's secret, without
+saying it). Numbers of blocks travel as little-endian bytes. Nothing is pickled. Fields are only
+ever added at the end, with a default: a node of the next minor version is understood.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Bytes1 = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS)]
 Bytes4 = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BLOCKS)]
 Bytes8 = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_BLOCKS)]
 Tokens = Annotated[list[Number], msgspec.Meta(max_length=1024)]
-Why = Literal["incarnation", "epoch", "lease", "busy", "draining"]
+Why = Literal["incarnation", "epoch", "busy"]
 
 
 class ProtocolError(TransferError):
@@ -97,23 +97,6 @@ class Leased(msgspec.Struct, tag="leased", array_like=True):
     checksums: Bytes8
 
 
-class Read(msgspec.Struct, tag="read", array_like=True):
-    """Send blocks of a lease, by their positions among those on lease."""
-
-    request: Number
-    incarnation: Number
-    epoch: Number
-    token: Number
-    positions: Bytes4
-
-
-class Reading(msgspec.Struct, tag="reading", array_like=True):
-    """The bytes of `blocks` blocks follow."""
-
-    request: Number
-    blocks: Number
-
-
 class Release(msgspec.Struct, tag="release", array_like=True):
     """These leases are not needed any more."""
 
@@ -131,14 +114,14 @@ class Released(msgspec.Struct, tag="released", array_like=True):
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True):
-    """No, and why: another incarnation or epoch, a lease that is over, no room now, leaving."""
+    """No, and why: that is another incarnation's or epoch's, or there is no room now."""
 
     request: Number
     why: Why
 
 
-ToOwner: TypeAlias = Hello | Lease | Read | Release
-ToReader: TypeAlias = Challenge | Welcome | Leased | Reading | Released | Refusal
+ToOwner: TypeAlias = Hello | Lease | Release
+ToReader: TypeAlias = Challenge | Welcome | Leased | Released | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _for_owner: msgspec.msgpack.Decoder[ToOwner] = msgspec.msgpack.Decoder(ToOwner)

@@ -1,7 +1,8 @@
 """The owner's door: `PeerServer` lets readers of the same deployment in and serves their requests.
 
 `bind` (listen: the address is known from then on) - `run` (serve until cancelled) - `cut` (end all
-connections, before everything is forgotten). Verbs of the wire: lease, read, release. Whoever does
+connections, before everything is forgotten). Verbs of the wire: lease (and read),
+release. Whoever does
 not know the deployment's secret, speaks another version or asks for blocks of another identity
 gets nothing; requests for another incarnation or epoch are refused.
 """
@@ -13,13 +14,11 @@ import socket
 from collections.abc import Callable
 
 import anyio
-import numpy as np
-from numpy.typing import NDArray
 
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster import tcp
 from flexkv.cluster.blocks import views_of
-from flexkv.cluster.leases import LeaseError, Token
+from flexkv.cluster.leases import Token
 from flexkv.cluster.lender import Lender
 from flexkv.errors import CapacityError
 from flexkv.memory import Arena
@@ -152,14 +151,12 @@ class PeerServer:
             await link.send(wire.pack(wire.Refusal(request.request, why)))
         elif isinstance(request, wire.Lease):
             await self._lease(link, reader, request)
-        elif isinstance(request, wire.Read):
-            await self._read(link, request)
         else:
             tokens = [Token(request.incarnation, number) for number in request.tokens]
             answer = wire.Released(request.request, self._lender.release(tokens))
             await link.send(wire.pack(answer))
 
-    def _unfit(self, request: wire.Lease | wire.Read | wire.Release) -> wire.Why | None:
+    def _unfit(self, request: wire.Lease | wire.Release) -> wire.Why | None:
         if request.incarnation != self._lender.leases.incarnation:
             return "incarnation"
         return "epoch" if request.epoch != self._epoch() else None
@@ -192,39 +189,18 @@ class PeerServer:
         finally:
             self._lender.release([token])
 
-    async def _read(self, link: tcp.Wire, request: wire.Read) -> None:
-        token = Token(request.incarnation, request.token)
-        count = len(request.positions) // 4
-        positions = wire.numbers_from_bytes(request.positions, "<u4", count)
-        answer = wire.pack(wire.Reading(request.request, count))
-        try:
-            await self._send(link, token, answer, positions)
-        except LeaseError:
-            await link.send(wire.pack(wire.Refusal(request.request, "lease")))
-
-    async def _send(
-        self,
-        link: tcp.Wire,
-        token: Token,
-        answer: bytes,
-        positions: NDArray[np.unsignedinteger] | None = None,
-    ) -> None:
-        """Send blocks of a lease, which stay where they are until that has ended.
+    async def _send(self, link: tcp.Wire, token: Token, answer: bytes) -> None:
+        """Send the blocks of a lease, which stay where they are until that has ended.
 
         Raises:
-            LeaseError: it is over; nothing was sent.
             TimeoutError: the reader takes longer than a lease lasts.
         """
         table = self._lender.leases
         lease = table.begin(token, self._lender.now())
         try:
-            slots = lease.slots
-            if positions is not None:
-                if len(positions) and positions.max() >= len(slots):
-                    raise wire.ProtocolError(f"a lease of {len(slots)} blocks has not {positions}")
-                slots = slots[positions]
+            views = views_of(self._arena, lease.slots, self._block_bytes)
             with anyio.fail_after(table.ttl_s):
-                await link.send(answer, views_of(self._arena, slots, self._block_bytes))
-            self.sent_blocks += len(slots)
+                await link.send(answer, views)
+            self.sent_blocks += len(lease.slots)
         finally:
             table.end(lease)
