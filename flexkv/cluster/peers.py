@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster.fetching import Courier, Fetcher, Nodes, PeerSettings
+from flexkv.cluster.holdings import NOBODY, REMOTE_MEDIUM
 from flexkv.cluster.peerlink import Cost, Me
 from flexkv.errors import ClosedError
 from flexkv.model import (
@@ -42,8 +43,6 @@ from flexkv.protocols import (
 from flexkv.telemetry import log
 
 Positions = NDArray[np.int64]
-HOST_MEDIUM, DISK_MEDIUM, REMOTE_MEDIUM = range(3)  # as numbered in holdings
-NOBODY = 0xFFFF  # a node number that is none
 # Of two answers about a block that did not come, the one that leaves more hope is told.
 _BY_HOPE = np.array([MISSING, DAMAGED, SKIPPED, FAILED], np.uint8)
 _HOPE = np.zeros(len(IOStatus), np.uint8)

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from rig import SPEC, STRIDE, Rig, open_rig, pattern
 
 from flexkv import tiercodec
+from flexkv._core import lib
+from flexkv.cluster.holdings import HOLDER, HOST_MEDIUM, NOBODY
 from flexkv.cluster.lender import Lender
-from flexkv.cluster.peers import HOST_MEDIUM, NOBODY, PeerStore
+from flexkv.cluster.peers import PeerStore
 from flexkv.cluster.server import PeerServer
 from flexkv.completion import Completions
 from flexkv.config import FlexKVConfig
@@ -27,7 +29,6 @@ from flexkv.memory import Arena
 from flexkv.model import LANDED, Identity, KeyArray, Statuses
 from flexkv.protocols import BlockIO, Services
 
-HOLDER = np.dtype([("node", np.uint16), ("medium", np.uint8)])
 HOLDERS = 4
 SECRET = b"a secret of these tests"
 INCARNATION = 77
@@ -75,7 +76,8 @@ class Known:
         rows["node"] = NOBODY
         for row, slot in zip(rows, slots.tolist(), strict=True):
             held = sorted(self.rows.get(slot, []), key=lambda holder: holder[1])
-            row[: len(held)] = held
+            for i, (node, medium) in enumerate(held):
+                row[i] = (node, medium, 0)
         return rows
 
     def lost(self, number: int, keys: KeyArray, *, shared: bool = False) -> None:
@@ -118,6 +120,7 @@ async def open_owner(
     book = known or Known()
     async with open_rig(path, **({"host": 16} | settings)) as rig:
         stack = rig.kv._stack
+        lib.fx_index_find_any(stack.index.handle)  # as in a cluster
         lender = Lender(
             stack.planner,
             stack.completions,

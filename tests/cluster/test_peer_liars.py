@@ -19,7 +19,8 @@ from rig import SPEC, STRIDE, pattern, prompt
 
 from flexkv.backends.remote.heads import checksums
 from flexkv.cluster import peerwire as wire
-from flexkv.cluster.peers import DISK_MEDIUM, PeerSettings
+from flexkv.cluster.fetching import PeerSettings
+from flexkv.cluster.holdings import DISK_MEDIUM
 from flexkv.memory import Arena
 from flexkv.model import DAMAGED, FAILED, LANDED, MISSING
 

@@ -11,8 +11,10 @@ import pytest
 from peer_rig import INCARNATION, Known, keys_of, open_owner, open_reader
 from rig import SPEC, STRIDE, prompt
 
-from flexkv.cluster.peers import DISK_MEDIUM, REMOTE_MEDIUM, PeerSettings
-from flexkv.model import DAMAGED, FAILED, LANDED, MISSING, SKIPPED
+from flexkv.brain import build_brain
+from flexkv.cluster.fetching import PeerSettings
+from flexkv.cluster.holdings import DISK_MEDIUM, HOST_MEDIUM, REMOTE_MEDIUM, Delta, Holdings
+from flexkv.model import DAMAGED, FAILED, HOST, LANDED, MISSING, PEER, SKIPPED
 from flexkv.protocols import BlockIO
 
 BLOCKS = 6
@@ -84,6 +86,45 @@ async def test_a_block_that_nobody_holds_any_more_is_missing_and_leaves_the_hold
         statuses = await reader.read(prompt(1, BLOCKS))
         assert statuses.tolist() == [LANDED] * 4 + [MISSING] * 2
         assert known.losses == [(0, 2, False)]
+
+
+async def test_blocks_come_in_any_order_and_from_the_middle_of_a_prompt(known: Known) -> None:
+    async with open_owner(known=known) as owner, open_reader(known) as reader:
+        await owner.rig.put(prompt(1, BLOCKS))
+        known.hold(ALL, 0)
+        statuses = await reader.read(prompt(1, BLOCKS), [4, 2, 5])
+        assert statuses.tolist() == [LANDED] * 3
+
+
+async def test_the_next_holder_is_asked_for_what_the_first_has_lost(known: Known) -> None:
+    async with (
+        open_owner(known=known, node=0) as first,
+        open_owner(known=known, node=1) as second,
+        open_reader(known) as reader,
+    ):
+        await first.rig.put(prompt(1, 3))
+        await second.rig.put(prompt(1, BLOCKS))
+        known.hold(ALL, 0)
+        known.hold(ALL, 1, DISK_MEDIUM)  # dearer, so that it is the second choice
+        statuses = await reader.read(prompt(1, BLOCKS))
+        assert statuses.tolist() == [LANDED] * BLOCKS
+        assert first.server.sent_blocks == second.server.sent_blocks == 3
+
+
+async def test_each_node_is_asked_once_for_all_that_it_is_the_cheapest_for(known: Known) -> None:
+    async with (
+        open_owner(known=known, node=0) as first,
+        open_owner(known=known, node=1) as second,
+        open_reader(known) as reader,
+    ):
+        await first.rig.put(prompt(1, BLOCKS))
+        await second.rig.put(prompt(1, BLOCKS))
+        known.hold([0, 2, 4], 0)
+        known.hold([1, 3, 5], 1)
+        statuses = await reader.read(prompt(1, BLOCKS))
+        assert statuses.tolist() == [LANDED] * BLOCKS
+        assert reader.store.requests == 2
+        assert first.server.sent_blocks == second.server.sent_blocks == 3
 
 
 async def test_the_holder_that_was_measured_to_be_faster_is_chosen(known: Known) -> None:
@@ -237,3 +278,31 @@ async def test_the_store_writes_nothing_and_discards_nothing(known: Known) -> No
         batch = BlockIO(slots, slots, keys_of(prompt(1, 2)))
         assert (await reader.store.write(batch)).tolist() == [FAILED] * 2
         assert (await reader.store.discard(batch)).tolist() == [LANDED] * 2
+
+
+async def test_a_match_of_what_others_hold_is_read_by_its_slots(known: Known) -> None:
+    """With the real holdings: matched like any blocks, in slots of the tier `peer`."""
+    brain = build_brain(
+        {HOST: 8, PEER: 64}, lambda tier: "lru", tokens_per_block=4, foreign=(PEER,)
+    )
+    holdings = Holdings(brain.ledger, brain.ledger.tiers[PEER], own_node="reader")
+    async with open_owner(known=known) as owner, open_reader(known) as reader:
+        await owner.rig.put(prompt(1, BLOCKS))
+        reader.store._holdings = holdings
+        number = holdings.join("node-0")
+        known.add(number, owner.address)
+        keys = keys_of(prompt(1, BLOCKS))
+        parents = np.vstack((np.zeros((1, 2), np.uint64), keys[:-1]))
+        media = np.full(BLOCKS, HOST_MEDIUM, np.uint8)
+        none = np.empty((0, 2), np.uint64), np.empty(0, np.uint8)
+        holdings.apply(number, Delta(keys, parents, media, *none), 0.0)
+        blocks = brain.index.match(keys)
+        assert len(blocks) == BLOCKS
+        slots = brain.index.slots(brain.ledger.tiers[PEER].number, blocks)
+        targets = np.arange(BLOCKS, dtype=np.uint32)
+        statuses = await reader.store.read(BlockIO(targets, slots, keys))
+        assert statuses.tolist() == [LANDED] * BLOCKS
+        owner.rig.kv.remove(prompt(1, BLOCKS))
+        statuses = await reader.store.read(BlockIO(targets, slots, keys))
+        assert statuses.tolist() == [MISSING] * BLOCKS
+        assert len(brain.index.match(keys)) == 0
