@@ -3,19 +3,22 @@
 `EventLog.listen` opens an `EventStream`: `take` (what happened since the last time), `async for`
 (the same, as it happens), `close`. Its first events tell what is readable when it is asked first,
 so that who replays all of them always has exactly what each tier holds. Nothing is recorded while
-nobody listens. A listener that is too slow is told everything anew: `cleared`, then `stored`.
+nobody listens. A listener that is too slow is told everything anew: `cleared`, then `stored`; or it
+calls `catch_up`, to be told changes only, and reads what there is in pieces (`survey`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexkv.index import PrefixIndex
-from flexkv.model import BlockIds, KeyArray
+from flexkv.model import READY, BlockIds, BoolArray, KeyArray
 from flexkv.waiting import Signal
 
 EventKind = Literal["stored", "removed", "cleared"]
@@ -43,6 +46,41 @@ class BlockEvent:
         return len(self.keys)
 
 
+class Survey:
+    """What can be read in `tiers` when it is made, to be looked at in pieces while it changes."""
+
+    def __init__(self, index: PrefixIndex, tiers: Collection[str]) -> None:
+        self._index = index
+        self._tiers = {name: tier for tier, name in enumerate(index.tiers) if name in tiers}
+        self._found = [index.readable(tier) for tier in self._tiers.values()]
+        self._above = [index.parents(blocks) for blocks in self._found]
+        self._blocks = np.empty(0, np.uint32)
+
+    def arrange(self) -> NDArray[np.int64]:
+        """Take each block once; return the positions of their parents, -1 where those are not among
+        them. It looks at nothing that changes: it may run in another thread.
+        """
+        blocks, first = np.unique(np.concatenate(self._found), return_index=True)
+        parents = np.concatenate(self._above)[first]
+        at = np.minimum(np.searchsorted(blocks, parents), max(0, len(blocks) - 1))
+        self._blocks, self._found, self._above = blocks, [], []
+        return np.where(blocks[at] == parents, at, -1) if len(blocks) else at
+
+    def piece(
+        self, positions: NDArray[np.int64]
+    ) -> tuple[KeyArray, KeyArray, dict[str, BoolArray]]:
+        """Return keys and parent keys of those blocks that can be read now, and in which tiers.
+
+        An entry whose block has left may hold another block by now: then it is that one.
+        """
+        blocks, index = self._blocks[positions], self._index
+        states = [index.states(tier, blocks) == READY for tier in self._tiers.values()]
+        left = np.logical_or.reduce(states)
+        blocks = blocks[left]
+        readable = {name: here[left] for name, here in zip(self._tiers, states, strict=True)}
+        return index.keys(blocks), index.parent_keys(blocks), readable
+
+
 class EventStream:
     """Events for one listener, in the order in which they happened. It belongs to the thread of
     the manager's event loop, `pending` to everybody.
@@ -55,8 +93,10 @@ class EventStream:
         *,
         count_dropped: Callable[[int], None],
         leave: Callable[[EventStream], None],
+        survey: Callable[[Collection[str]], Survey],
     ) -> None:
         self._everything, self._limit_blocks = everything, limit_blocks
+        self.survey = survey  # of given tiers; it takes nothing of what is to be told
         self._count_dropped, self._leave = count_dropped, leave
         self._events: list[BlockEvent] = []
         self._blocks = 0  # what the events weigh: their blocks, at least one each
@@ -80,6 +120,25 @@ class EventStream:
             self._behind = False
             return self._everything()
         return taken
+
+    @property
+    def behind(self) -> bool:
+        """Whether changes were not recorded, so that `take` would tell everything anew."""
+        return self._behind
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing will be told any more."""
+        return self._closed
+
+    def catch_up(self) -> None:
+        """Forget what was not taken, and record from now on; `survey` says what there is."""
+        self._events, self._blocks, self._behind = [], 0, False
+
+    async def changed(self) -> None:
+        """Wait until there is something to take, or the stream is closed."""
+        while not self._closed and not self.pending:
+            await self._signal.wait()
 
     def add(self, event: BlockEvent) -> None:
         """Record an event."""
@@ -105,8 +164,7 @@ class EventStream:
 
     async def __anext__(self) -> list[BlockEvent]:
         """Wait until there is something to take, and take it; ends when the stream is closed."""
-        while not self._closed and not self.pending:
-            await self._signal.wait()
+        await self.changed()
         if self._closed:
             raise StopAsyncIteration
         return self.take()
@@ -156,6 +214,7 @@ class EventLog:
             self._limit_blocks,
             count_dropped=self._count_dropped,
             leave=self._part,
+            survey=partial(Survey, self._index),
         )
         if not self._streams:
             for tier in self._tiers:

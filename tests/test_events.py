@@ -198,3 +198,44 @@ def test_other_threads_take_events_while_the_loop_rests(tmp_path: Path) -> None:
         assert consumer.stream.pending
         consumer.replay(kv.visit(consumer.stream.take))
         assert len(consumer.held["host"]) == 2
+
+
+async def test_what_there_is_can_be_read_in_pieces_while_it_changes(tmp_path: Path) -> None:
+    """A survey, and after it the changes since it began, give what the index holds."""
+    prompts = [prompt(i, 6) for i in range(8)]
+    async with open_rig(tmp_path, host=30, disk=40) as rig:
+        for tokens in prompts[:6]:
+            await rig.put(tokens)
+        stream = rig.kv.events()
+        stream.catch_up()
+        assert not stream.behind
+        survey = stream.survey(("host", "disk", "elsewhere"))
+        count = len(survey.arrange())
+        believer = Consumer(stream)
+        believer.held = {"host": set(), "disk": set()}
+        for at in range(0, count, 4):
+            keys, _, readable = survey.piece(np.arange(at, min(count, at + 4)))
+            for tier, here in readable.items():
+                believer.held[tier] |= {key.tobytes() for key in keys[here]}
+            await rig.put(prompts[6 + at % 2])
+            rig.kv.remove(prompts[at % 6])
+            await rig.kv.flush()
+        for event in stream.take():  # what was seen early or late is said again: that is no harm
+            keys = {key.tobytes() for key in event.keys}
+            believer.held[event.tier] -= keys
+            if event.kind == "stored":
+                believer.held[event.tier] |= keys
+        assert believer.held == held(rig, prompts)
+
+
+async def test_a_survey_knows_where_the_parents_stand(tmp_path: Path) -> None:
+    async with open_rig(tmp_path, host=30, disk=40) as rig:
+        shared = prompt(1, 3)
+        for tokens in (prompt(2, 6, shared=shared), prompt(3, 6, shared=shared)):
+            await rig.put(tokens)
+        survey = rig.kv.events().survey(("host",))
+        above = survey.arrange()
+        keys, parents, _ = survey.piece(np.arange(len(above)))
+        assert len(keys) == 9
+        for at, parent in zip(above, parents, strict=True):
+            assert np.array_equal(keys[at] if at >= 0 else np.zeros(2, np.uint64), parent)

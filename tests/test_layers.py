@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "config": f"clusterconfig sources compat {VOCABULARY}",
     "protocols": VOCABULARY,
     "plugins": "protocols errors",
-    "telemetry": "",
+    "metrics": "",
+    "telemetry": "metrics",
     "_core": "",
     "keys": f"_core {VOCABULARY}",
     "pool": f"_core {VOCABULARY}",
@@ -93,7 +94,8 @@ MAY_IMPORT = {
     "sim": f"brain traces codecs config plugins protocols {BRAIN} {VOCABULARY}",
     "bench": "*",
     "cli": "*",
-    "integration": f"manager sync config events transfer protocols ranks telemetry {VOCABULARY}",
+    "integration": "manager sync config events transfer protocols ranks metrics telemetry "
+    f"{VOCABULARY}",
     "testing": "*",
 }
 # package -> rooms that may import it

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
-from flexkv.telemetry import METRICS, Telemetry, expose, log
+from flexkv.metrics import METRICS
+from flexkv.telemetry import Telemetry, expose, log
 
 BYTES = "transfer_bytes"
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from redis.connection import parse_url
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
 from flexkv.backends.remote.couriers import Client
 from flexkv.backends.remote.settings import RemoteSettings, hidden, secret
 from flexkv.backends.remote.store import RemoteStore
+from flexkv.backends.remote.urls import places
 from flexkv.errors import ConfigError
 from flexkv.model import DAMAGED, FAILED, LANDED, MISSING, Statuses
 
@@ -64,30 +64,13 @@ class RedisSettings(RemoteSettings):
         Raises:
             ConfigError: it is none that Redis knows. Its text is not shown: it may hold a password.
         """
-        kind, _, rest = str(self.url).partition("://")
-        try:
-            if kind != "sentinel":
-                found = parse_url(self.url)  # type: ignore[no-untyped-call]
-                return {**found, "tls": kind == "rediss"}
-            where, _, service = rest.partition("/")
-            login, _, hosts = where.rpartition("@")
-            pairs = [entry.rpartition(":") for entry in hosts.split(",")]
-            sentinels = [(host, int(port)) for host, _, port in pairs]
-            if not service or not all(host for host, _ in sentinels):
-                raise ValueError("no service, or no host")
-            user, _, password = login.rpartition(":")
-            return {
-                "sentinels": sentinels,
-                "service": service,
-                "username": user,
-                "password": password,
-                "tls": False,
-            }
-        except ValueError as error:
+        found = places(self.url, "remote store")
+        if "nodes" in found:
             raise ConfigError(
-                "remote store: url must be redis://host:port/db, rediss://..., unix://path or "
-                f"sentinel://host:port,host:port/service; a url of kind {kind!r} was given"
-            ) from error
+                "remote store: a url of kind 'cluster' is not supported for values; "
+                "give redis://, rediss://, unix:// or sentinel://"
+            )
+        return found
 
 
 class RedisStore(RemoteStore):

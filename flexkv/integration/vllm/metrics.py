@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from flexkv.errors import ConfigError
 from flexkv.integration.vllm.requests import Work
-from flexkv.telemetry import METRICS, Series, Telemetry
+from flexkv.metrics import METRICS, Series
+from flexkv.telemetry import Telemetry
 
 SERIES: dict[str, Series] = {
     "loads": Series("counter", "loads that vLLM asked for"),
