@@ -24,6 +24,7 @@ class Beat:
 
 
 def number_of(text: Any) -> int:
+    """A number from the server's answer, 0 where there is none."""
     return int(float(text)) if text is not None else 0
 
 
