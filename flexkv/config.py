@@ -103,7 +103,9 @@ class FlexKVConfig(ClusterFields):
     )
 
     # Remote tier
-    remote_backend: str = Field("", description="plug-in of the remote tier: redis, objects; none")
+    remote_backend: str = Field(
+        "", description="plug-in of the remote tier: redis, objects, mooncake; none"
+    )
     remote_cache_bytes: Size = Field(
         0, ge=0, description="bytes of blocks of ours that the remote tier holds at most"
     )

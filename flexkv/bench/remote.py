@@ -2,6 +2,7 @@
 
 Redis: the limit is a client that sends the same GETs and receives all answers into one buffer,
 peer is redis-py's pipeline. Objects: limit and peer is obstore alone, with as many threads.
+Mooncake: limit and peer is Mooncake's own client, which gets the same objects in as many threads.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from flexkv.memory import Arena
 from flexkv.model import LANDED, Identity, KVSpec
 from flexkv.protocols import BlockIO, Services
 from flexkv.testing.harness import Unsupported
+from flexkv.testing.mooncake import MooncakeServer
 from flexkv.testing.remote import RedisServer
 
 BATCH_BYTES = 64 << 20
@@ -49,27 +51,27 @@ def run(
 ) -> list[Result]:
     """Measure GB/s of reads and writes of blocks.
 
-    `store` is "redis" (`url` "": a server of our own) or "objects" (`url` "": a temporary folder;
-    `options` are obstore's). `ratio` is to the limit, pair by pair.
+    `store` is "redis" or "mooncake" (`url` "": a server of our own; Mooncake's is master's
+    host:port) or "objects" (`url` "": a temporary folder; `options` are obstore's). `ratio` is to
+    the limit, pair by pair.
 
     Raises:
         ConfigError: the store is unknown, or there is no server.
         StorageError: blocks did not come back.
     """
-    kinds: dict[str, Callable[..., Bench]] = {"redis": RedisBench, "objects": ObjectBench}
+    kinds: dict[str, type[Bench]] = {
+        "redis": RedisBench,
+        "objects": ObjectBench,
+        "mooncake": MooncakeBench,
+    }
     if store not in kinds:
-        raise ConfigError(f"store must be redis or objects, got {store!r}")
+        raise ConfigError(f"store must be one of {', '.join(kinds)}, got {store!r}")
     results: list[Result] = []
     with ExitStack() as stack:
-        if not url and store == "redis":
-            try:
-                server = RedisServer()
-            except Unsupported as reason:
-                raise ConfigError(str(reason)) from reason
-            stack.callback(server.stop)
-            url = server.url
-        elif not url:
-            url = Path(stack.enter_context(tempfile.TemporaryDirectory())).as_uri()
+        try:
+            url = url or kinds[store].place(stack)
+        except Unsupported as reason:
+            raise ConfigError(str(reason)) from reason
         for number, size in enumerate(sizes_mib):
             progress(f"{store}, blocks of {size} MiB", number, len(sizes_mib))
             bench = kinds[store](url, options or {}, size << 20, connections)
@@ -82,6 +84,7 @@ class Bench:
 
     plugin: str
     peer: str
+    write_once = False  # the store does not write what it has
 
     def __init__(self, url: str, options: dict[str, Any], size: int, connections: int) -> None:
         self.url, self.options, self.size, self.connections = url, options, size, connections
@@ -89,6 +92,15 @@ class Bench:
         self.spec = KVSpec.uniform(1, 1, size // 64, parts=2, tokens_per_block=16)
         self.names: list[bytes] = []
         self.open = ExitStack()  # what the others' ways keep open
+
+    @staticmethod
+    def place(stack: ExitStack) -> str:
+        """Make a place for blocks that lasts as long as `stack`; its `url`.
+
+        Raises:
+            Unsupported: the server is not installed.
+        """
+        raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
         """What the store is opened with."""
@@ -106,12 +118,14 @@ class Bench:
 
             def ours(verb: Any) -> Callable[[], float]:
                 def once() -> float:
+                    if self.write_once and verb == store.write:
+                        anyio.from_thread.run(store.discard, batch)
                     return anyio.from_thread.run(self._land, verb, batch)
 
                 return once
 
             with self.open:
-                actions = {"read": ours(store.read), "write": ours(store.write)} | self.ways()
+                actions = {"write": ours(store.write), "read": ours(store.read)} | self.ways()
                 taken = await anyio.to_thread.run_sync(interleave, actions, repeats)
             await store.discard(batch)
         speed = {
@@ -177,6 +191,13 @@ class RedisBench(Bench):
     plugin = "redis"
     peer = "redis-py"
 
+    @staticmethod
+    def place(stack: ExitStack) -> str:
+        """See Bench.place."""
+        server = RedisServer()
+        stack.callback(server.stop)
+        return server.url
+
     def ways(self) -> dict[str, Callable[[], float]]:
         """A client that knows the sizes of all answers, and redis-py."""
         from flexkv.backends.remote.redis import command
@@ -215,6 +236,11 @@ class ObjectBench(Bench):
     plugin = "objects"
     peer = "obstore"
 
+    @staticmethod
+    def place(stack: ExitStack) -> str:
+        """See Bench.place."""
+        return Path(stack.enter_context(tempfile.TemporaryDirectory())).as_uri()
+
     def settings(self) -> dict[str, Any]:
         """See Bench.settings."""
         return Bench.settings(self) | {"options": self.options, "timeout_ms": 30_000}
@@ -233,6 +259,55 @@ class ObjectBench(Bench):
                 lambda name: obstore.get(store, path_of(name)).bytes(), self.names
             ):
                 len(content)
+            return time.perf_counter() - began
+
+        return {"limit": library}
+
+
+class MooncakeBench(Bench):
+    """Objects in Mooncake Store, on a lender of memory that is another process."""
+
+    plugin = "mooncake"
+    peer = "mooncake"
+    write_once = True
+
+    @staticmethod
+    def place(stack: ExitStack) -> str:
+        """See Bench.place."""
+        server = MooncakeServer(segment_bytes=4 * BATCH_BYTES)
+        stack.callback(server.stop)
+        return server.address
+
+    def settings(self) -> dict[str, Any]:
+        """See Bench.settings."""
+        common = {name: value for name, value in Bench.settings(self).items() if name != "url"}
+        return common | {"master": self.url, "timeout_ms": 30_000} | self.options
+
+    def ways(self) -> dict[str, Callable[[], float]]:
+        """Mooncake's own client, in this process."""
+        client = import_module("mooncake.store").MooncakeDistributedStore()
+        size, names = self.size + HEAD.itemsize, [name.decode() for name in self.names]
+        room = np.zeros((self.count, size), np.uint8)
+        host = self.url.rpartition(":")[0]
+        code = client.setup(host, "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", self.url)
+        base = room.__array_interface__["data"][0]
+        self.open.callback(room.fill, 0)  # keeps it until the client is closed
+        if code or client.register_buffer(base, room.nbytes):
+            raise StorageError(f"Mooncake's own client cannot be set up: {code}")
+        self.open.callback(client.close)
+        pool = self.open.enter_context(ThreadPoolExecutor(self.connections))
+        step = -(-self.count // self.connections)
+
+        def part(at: int) -> bool:
+            mine = names[at : at + step]
+            places = [base + number * size for number in range(at, at + len(mine))]
+            answers = client.batch_get_into(mine, places, [size] * len(mine))
+            return bool(answers == [size] * len(mine))
+
+        def library() -> float:
+            began = time.perf_counter()
+            if not all(pool.map(part, range(0, self.count, step))):
+                raise StorageError("Mooncake's own client did not get all objects")
             return time.perf_counter() - began
 
         return {"limit": library}

@@ -97,7 +97,7 @@ def overlap(settings: Settings = None, directory: Dir = None, as_json: Json = Fa
 
 @app.command()
 def remote(settings: Settings = None, as_json: Json = False) -> None:
-    """Blocks in Redis or in an object store, next to plain clients.
+    """Blocks in Redis, in Mooncake or in an object store, next to plain clients.
 
     Example: [bold]flexkv bench remote store=redis url=redis://10.0.0.7:6379 --json[/bold]
     """

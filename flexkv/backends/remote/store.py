@@ -50,6 +50,9 @@ class RemoteStore:
         """Make a client, not connected yet. Called by each courier."""
         raise NotImplementedError
 
+    def disconnect(self) -> None:
+        """Give up what clients share. Called once, in a thread, when all of them are closed."""
+
     async def open(self, services: Services) -> Recovered | None:
         """Take the settings; a server that does not answer costs misses, not the start.
 
@@ -104,6 +107,7 @@ class RemoteStore:
         self._closing = True
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._couriers.close)
+            await anyio.to_thread.run_sync(self.disconnect)
         self._closed.set()
 
     # --- inside
