@@ -48,7 +48,7 @@ class _Child:
         self.control, control = Pipe()
         pairs = [Pipe() for _ in range(lanes)]
         self.pipes = [ours for ours, _ in pairs]
-        self.ready = [False] * lanes
+        self.ready, self.late = [False] * lanes, False
         theirs = [control, *(other for _, other in pairs)]
         numbers = [pipe.fileno() for pipe in theirs]
         files = [arena.fd for arena in regions]
@@ -104,7 +104,8 @@ class MooncakeProcess:
         pipe = child.pipes[lane]
         try:
             if not child.ready[lane]:  # the server may be away: starting is not given up
-                if not pipe.poll(timeout_s):
+                if not pipe.poll(0 if child.late else timeout_s):
+                    child.late = True  # whoever comes next need not wait again
                     raise TimeoutError(f"Mooncake is not ready after {timeout_s} s")
                 pipe.recv_bytes()
                 child.ready[lane] = True
