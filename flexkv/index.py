@@ -180,16 +180,19 @@ class PrefixIndex:
         blocks = as_blocks(blocks)
         return int(done(lib.fx_index_removable(self._index, u32(blocks), len(blocks))))
 
-    def unsaved(self, tier: int, lower: int, blocks: BlockIds) -> BlockIds:
-        """Those of `blocks` and their ancestors that are READY in `tier` and ABSENT in `lower`,
-        ancestors first, each once; a path upwards ends at the first block that is not.
+    def lacking(self, tier: int, lower: int, blocks: BlockIds) -> tuple[BlockIds, BlockIds]:
+        """Those of `blocks` that are ABSENT in `lower`, and ancestors of theirs that are so and
+        READY in `tier`, each once, ancestors first; and those that must not go there yet, because
+        they would be there without an ancestor.
         """
         blocks = as_blocks(blocks)
-        found = np.empty(self.resident(tier) * min(len(blocks), 8), U32)
-        given, room = (u32(blocks), len(blocks)), (u32(found), len(found))
-        count = done(lib.fx_index_unsaved(self._index, tier, lower, *given, *room))
-        found = np.unique(found[:count])
-        return found[np.argsort(self.depths(found), kind="stable")]
+        limit = len(blocks) + self.resident(tier) + 1
+        places, alone = np.empty((2, limit), np.uint64), ffi.new("uint32_t *")
+        given, room = (u32(blocks), len(blocks)), (u64(places[0]), u64(places[1]))
+        lacking = lib.fx_index_lacking(self._index, tier, lower, *given, *room, limit, alone)
+        count = done(lacking)
+        found = places[0, :count].astype(U32)  # the low half of a place is its block
+        return found[: count - alone[0]], found[count - alone[0] :]
 
     # eviction
 

@@ -40,6 +40,11 @@ class Offers:
         return bool(self._queue)
 
     @property
+    def deferred(self) -> bool:
+        """Whether blocks wait for something to land."""
+        return bool(self._early)
+
+    @property
     def waiting(self) -> bool:
         """Whether blocks are queued or deferred."""
         return bool(self._queue or self._early)

@@ -8,13 +8,13 @@ deterministic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from flexkv.ledger import Ledger
 from flexkv.model import (
-    ABSENT,
     HOST,
     NO_BLOCK,
     PRIORITY_SPILL,
@@ -47,20 +47,25 @@ def plan_spill(ledger: Ledger, blocks: BlockIds, keys: KeyArray) -> Spill:
     index, host = ledger.index, ledger.host.number
     still = (index.keys(blocks) == keys).all(axis=1)
     still &= index.states(host, blocks) == READY
-    dropped = int(np.count_nonzero(~still))
-    lacking, unready = [], []
-    for store in ledger.stores:
-        wanted, rest = _lacking(ledger, store.number, blocks[still])
-        lacking.append(wanted)
-        unready.append(rest)
-    left_out = _once(unready)
-    early = left_out[_waiting(ledger, left_out)]
-    dropped += len(left_out) - len(early)
-    blocks = _once(lacking)
-    order = np.argsort(index.depths(blocks), kind="stable")
-    blocks, ops, goal = blocks[order], [], HOST
+    count = np.count_nonzero(still)
+    dropped = len(blocks) - int(count)
+    if dropped:
+        blocks = blocks[still]
+    lacking, unready = zip(
+        *(index.lacking(host, store.number, blocks) for store in ledger.stores), strict=True
+    )
+    early = unready[0][:0]
+    if any(map(len, unready)):
+        left_out = _once(unready)
+        early = left_out[_waiting(ledger, left_out)]
+        dropped += len(left_out) - len(early)
+    blocks = lacking[0]
+    if len(lacking) > 1:
+        blocks = _once(lacking)
+        blocks = blocks[np.argsort(index.depths(blocks), kind="stable")]
     index.pin(blocks)
     parents = _pin_parents(ledger, blocks)
+    ops, goal = [], HOST
     for store, wanted in zip(ledger.stores, lacking, strict=True):
         taken = store.take(len(wanted), partial=True)
         assert taken is not None
@@ -71,7 +76,9 @@ def plan_spill(ledger: Ledger, blocks: BlockIds, keys: KeyArray) -> Spill:
         if len(wanted):
             index.land(store.number, wanted, slots)
             source = Span(HOST, index.slots(host, wanted))
-            positions = np.flatnonzero(np.isin(blocks, wanted))
+            positions = np.arange(len(wanted))
+            if len(lacking) > 1:
+                positions = np.flatnonzero(np.isin(blocks, wanted))
             ops.append(Copy(source, Span(store.name, slots), positions))
             goal = store.name
     index.unpin(parents)
@@ -79,25 +86,6 @@ def plan_spill(ledger: Ledger, blocks: BlockIds, keys: KeyArray) -> Spill:
         index.unpin(blocks)
         return Spill(None, dropped, early)
     return Spill(_graph(ledger, tuple(ops), blocks, goal), dropped, early)
-
-
-def _lacking(ledger: Ledger, store: int, blocks: BlockIds) -> tuple[BlockIds, BlockIds]:
-    """Those of `blocks`, and ancestors, that the host could write to a store, ancestors first; and
-    those that it must not, because they would be there without an ancestor.
-    """
-    index, host = ledger.index, ledger.host.number
-    wanted = blocks[index.states(store, blocks) == ABSENT]
-    parents = np.unique(index.parents(wanted))
-    above = index.unsaved(host, store, parents[~np.isin(parents, wanted)])
-    wanted = _once([above, wanted])
-    wanted = wanted[np.argsort(index.depths(wanted), kind="stable")]
-    parents = index.parents(wanted)
-    alone = (parents != NO_BLOCK) & ~np.isin(parents, wanted)
-    alone[alone] = index.states(store, parents[alone]) == ABSENT
-    if not alone.any():
-        return wanted, wanted[:0]
-    alone = _spread(parents, wanted, alone)
-    return wanted[~alone], wanted[alone]
 
 
 def _spread(parents: BlockIds, blocks: BlockIds, marked: BoolArray) -> BoolArray:
@@ -119,13 +107,13 @@ def _waiting(ledger: Ledger, blocks: BlockIds) -> BoolArray:
 
 def _pin_parents(ledger: Ledger, blocks: BlockIds) -> BlockIds:
     """Keep a store from evicting a parent to make room for its child; returns what to unpin."""
-    parents: BlockIds = np.unique(ledger.index.parents(blocks))
+    parents: BlockIds = ledger.index.parents(blocks)
     parents = parents[parents != NO_BLOCK]
     ledger.index.pin(parents)
     return parents
 
 
-def _once(parts: list[BlockIds]) -> BlockIds:
+def _once(parts: Sequence[BlockIds]) -> BlockIds:
     once: BlockIds = np.unique(np.concatenate(parts))
     return once
 
@@ -138,7 +126,7 @@ def plan_save(ledger: Ledger, blocks: BlockIds) -> tuple[BlockIds, TransferGraph
     Returns the blocks that found a slot: never one without its ancestors.
     """
     index, host, store = ledger.index, ledger.host.number, ledger.stores[0]
-    wanted, _ = _lacking(ledger, store.number, blocks)
+    wanted, _ = index.lacking(host, store.number, blocks)
     parents = _pin_parents(ledger, wanted)
     taken = store.take(len(wanted), partial=True)
     index.unpin(parents)

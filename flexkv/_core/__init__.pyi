@@ -260,7 +260,7 @@ class Library:
     ) -> int: ...
     def fx_index_all(self, index: CData, tier: int, blocks: CData) -> int: ...
     def fx_index_removable(self, index: CData, blocks: CData, n: int) -> int: ...
-    def fx_index_unsaved(
+    def fx_index_lacking(
         self,
         index: CData,
         tier: int,
@@ -268,7 +268,9 @@ class Library:
         blocks: CData,
         n: int,
         found: CData,
+        room: CData,
         limit: int,
+        alone: CData,
     ) -> int: ...
     def fx_index_stranded(
         self, index: CData, tier: int, gone: CData, n: int, limit: int, blocks: CData

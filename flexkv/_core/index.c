@@ -390,17 +390,63 @@ int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32
   return found;
 }
 
-int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
-                         uint32_t *found, uint32_t limit) {
-  uint32_t count = 0;
+/* Depth and block in one number, by which ancestors come first. */
+static inline uint64_t place_of(const fx_index *index, uint32_t block) {
+  return (uint64_t)index->nodes[block].depth << 32 | block;
+}
+
+static int by_place(const void *a, const void *b) {
+  uint64_t left = *(const uint64_t *)a, right = *(const uint64_t *)b;
+  return (left > right) - (left < right);
+}
+
+static uint32_t each_once(uint64_t *places, uint32_t n) {
+  uint32_t kept = 0;
+  qsort(places, n, sizeof *places, by_place);
+  for (uint32_t i = 0; i < n; i++)
+    if (!kept || places[i] != places[kept - 1]) places[kept++] = places[i];
+  return kept;
+}
+
+/* What of places[0..n) would be in `lower` without an ancestor goes behind the rest, which stays in order. */
+static uint32_t part_alone(const fx_index *index, uint32_t lower, uint64_t *places, uint32_t n, uint64_t *alone) {
+  uint32_t kept = 0, left = 0;
   for (uint32_t i = 0; i < n; i++) {
-    if (blocks[i] != FX_NONE && !fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
-    for (uint32_t block = blocks[i]; block != FX_NONE && count < limit; block = index->nodes[block].parent) {
-      fx_mask mask = index->masks[block];
-      if (!(mask.ready >> tier & 1) || ((mask.ready | mask.landing) >> lower & 1)) break;
-      found[count++] = block;
+    uint32_t parent = index->nodes[(uint32_t)places[i]].parent;
+    int with = parent == FX_NONE;
+    if (!with) {
+      fx_mask mask = index->masks[parent];
+      uint64_t above = place_of(index, parent);
+      with = (mask.ready | mask.landing) >> lower & 1 || (kept && bsearch(&above, places, kept, sizeof above, by_place));
+    }
+    if (with) places[kept++] = places[i];
+    else alone[left++] = places[i];
+  }
+  memcpy(places + kept, alone, left * sizeof *alone);
+  return left;
+}
+
+int64_t fx_index_lacking(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
+                         uint64_t *found, uint64_t *room, uint32_t limit, uint32_t *alone) {
+  uint32_t count = 0, before = FX_NONE;
+  for (uint32_t i = 0; i < n; i++) {
+    if (!fx_alive(index, blocks[i])) return FX_INDEX_NO_BLOCK;
+    fx_mask mask = index->masks[blocks[i]];
+    if ((mask.ready | mask.landing) >> lower & 1) continue;
+    uint32_t above = index->nodes[blocks[i]].parent;
+    int follows = above != FX_NONE && above == before; /* its ancestors are found already */
+    before = blocks[i];
+    if (count == limit) count = each_once(found, count);
+    found[count++] = place_of(index, blocks[i]);
+    for (; !follows && above != FX_NONE; above = index->nodes[above].parent) {
+      mask = index->masks[above];
+      if (!(mask.ready >> tier & 1) || (mask.ready | mask.landing) >> lower & 1) break;
+      if (count == limit) count = each_once(found, count);
+      found[count++] = place_of(index, above);
     }
   }
+  count = each_once(found, count);
+  *alone = part_alone(index, lower, found, count, room);
   return count;
 }
 

@@ -65,10 +65,12 @@ uint32_t fx_index_all(const fx_index *index, uint32_t tier, uint32_t *blocks);
 /* How many of the last blocks of a chain nothing else uses: not pinned, LANDING nowhere, no other child. */
 int64_t fx_index_removable(const fx_index *index, const uint32_t *blocks, uint32_t n);
 
-/* `blocks` (0xFFFFFFFF is none) and their ancestors, upwards to the first that is not READY in `tier` or is not ABSENT
- * in `lower`; at most `limit`, oftener than once where paths join. Returns how many. */
-int64_t fx_index_unsaved(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
-                         uint32_t *found, uint32_t limit);
+/* Those of `blocks` that are ABSENT in `lower`, and their ancestors, upwards to the first that is not READY in `tier` or
+ * is not ABSENT in `lower`: each once, as depth << 32 | block, ancestors first; those at the end, as many as *alone says,
+ * would be in `lower` without an ancestor. `found` and `room` have `limit` places, more than n and all of `tier` together.
+ * Returns how many. */
+int64_t fx_index_lacking(const fx_index *index, uint32_t tier, uint32_t lower, const uint32_t *blocks, uint32_t n,
+                         uint64_t *found, uint64_t *room, uint32_t limit, uint32_t *alone);
 
 /* What else could leave the tier after the blocks in `gone`, if descendants in other tiers did not count: READY there,
  * not pinned, without children there but such as leave too. Leaves first; returns how many, up to `limit`, or an error.

@@ -66,8 +66,13 @@ class VirtualClock:
 
     def run(self, until_s: float = math.inf) -> float:
         """Take all events up to `until_s`; return the time then (the last event's if infinite)."""
-        while self._heap and self._heap[0][0] <= until_s:
-            self.step()
+        heap = self._heap
+        while heap and heap[0][0] <= until_s:
+            when_s, _, event = heapq.heappop(heap)
+            if event.action is not None:
+                action, event.action = event.action, None
+                self.now_s = when_s
+                action()
         if not math.isinf(until_s):
             self.now_s = max(self.now_s, until_s)
         return self.now_s

@@ -128,13 +128,14 @@ class VirtualCache:
 
     def _pass_on(self) -> None:
         """Hand on the work that the ledger has collected."""
-        self.dropped_blocks += self._offers.landed()
-        spills = self.ledger.spills
+        offers, spills = self._offers, self.ledger.spills
+        if offers.deferred:
+            self.dropped_blocks += offers.landed()
         if spills:
             for blocks, keys in spills:
-                self.dropped_blocks += self._offers.add(Offer(blocks, keys, self._offers.wave))
+                self.dropped_blocks += offers.add(Offer(blocks, keys, offers.wave))
             spills.clear()
-        while self._offers and self._spilling < SPILLS_IN_FLIGHT:
+        while self._spilling < SPILLS_IN_FLIGHT and offers:
             self._spilling += 1
             self._tasks.spawn(self._spill())
         if self.ledger.discards:

@@ -44,16 +44,19 @@ class Wire:
 class Leg:
     """One direction of one backend; `blocks` it has moved, `busy_s` it has occupied its wire."""
 
-    __slots__ = ("_cost", "_tasks", "blocks", "busy_s", "wire")
+    __slots__ = ("_cost", "_known", "_tasks", "blocks", "busy_s", "wire")
 
     def __init__(self, tasks: Tasks, wire: Wire, cost: CostOf) -> None:
         self._tasks, self.wire, self._cost = tasks, wire, cost
+        self._known: dict[int, Cost] = {}  # by blocks: most batches are a chunk
         self.blocks = 0
         self.busy_s = 0.0
 
     def move(self, blocks: int) -> Happening:
         """Send a batch now; return its arrival."""
-        cost, wire = self._cost(blocks), self.wire
+        cost, wire = self._known.get(blocks), self.wire
+        if cost is None:
+            cost = self._known[blocks] = self._cost(blocks)
         self.blocks += blocks
         now_s = self._tasks.clock.now_s
         start_s = max(now_s, wire.free_at_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
+from functools import partial
 from typing import TypeAlias
 
 from flexkv.sim.clock import VirtualClock
@@ -51,7 +52,7 @@ class Tasks:
     def after(self, delay_s: float) -> Happening:
         """Return what happens `delay_s` seconds from now."""
         happening = Happening()
-        self.clock.after(delay_s, lambda: self.happen(happening))
+        self.clock.after(delay_s, partial(self.happen, happening))
         return happening
 
     def _pump(self) -> None:
