@@ -3,10 +3,14 @@
 # the suites on the simulated device, and all of it on the cpu.
 #   scripts/test.sh others    only the first of these: the other interpreters
 #   scripts/test.sh rest      only what follows
-# Other arguments go to the last pytest, which then is all that runs in .venv.
+# Other arguments go to the last pytest, which then is all that runs in .venv, in one process. Else several processes
+# share the tests (pytest-xdist): as many as there are cores, four at most, or PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
+
+processes=${PROCESSES:-$(nproc)}
+shared=(-n "$((processes < 4 ? processes : 4))" --dist worksteal)
 
 # What depends on the interpreter; see tests/once.txt for what does not.
 test_on() {
@@ -27,7 +31,7 @@ test_on() {
   install_flexkv "$venv"
   install_plugins "$venv"
   echo "test: CPython $version, the part that needs no torch"
-  "$venv/bin/python" -m pytest -q -m "not torch and not model and not once" --kills 10
+  "$venv/bin/python" -m pytest -q "${shared[@]}" -m "not torch and not model and not once" --kills 10
 }
 
 # Everything that is installed, as authors of plug-ins see it: from a folder outside of the project.
@@ -39,7 +43,7 @@ verify_plugins() {
 print(*sorted({name for group in (p.BACKENDS, p.POLICIES, p.CODECS) for name in p.available(group)}))')
   for name in $names; do verify+=(--flexkv-verify "$name"); done
   echo "test: all that is installed passes the conformance kit: $names"
-  (cd "$elsewhere" && "$python" -m pytest -q -p no:cacheprovider "${verify[@]}")
+  (cd "$elsewhere" && "$python" -m pytest -q -p no:cacheprovider "${shared[@]}" "${verify[@]}")
 }
 
 what=${1:-}
@@ -56,8 +60,8 @@ python=$PWD/.venv/bin/python
 if (($# == 0)); then
   verify_plugins "$python"
   echo "test: the suites that a slow device with random latencies must pass as well"
-  "$python" -m pytest -q --device simulated --kills 10 -m "not model" $(cat tests/on_any_device.txt)
-  set -- --deselect tests/test_kit.py::TestPolicies # all of them were verified above
+  "$python" -m pytest -q "${shared[@]}" --device simulated --kills 10 -m "not model" $(cat tests/on_any_device.txt)
+  set -- "${shared[@]}" --deselect tests/test_kit.py::TestPolicies # all of them were verified above
 fi
 echo "test: $("$python" --version), everything"
 "$python" -m pytest "$@"
