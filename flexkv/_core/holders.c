@@ -124,7 +124,8 @@ static void give_up(fx_holders *holders, uint32_t number) {
   holders->left[(holders->left_start + holders->left_count++) % holders->rows] = number;
 }
 
-/* A row without holders leaves, unless it has children here; with it ancestors that stayed for its sake. */
+/* A row without holders leaves, unless it has children here; with it ancestors that stayed for its sake. Whoever calls
+ * this gives loose entries back. */
 static void fade(fx_holders *holders, uint32_t number) {
   fx_index *index = holders->index;
   uint32_t block = holders->row[number].block;
@@ -144,7 +145,6 @@ static void fade(fx_holders *holders, uint32_t number) {
     block = parent;
     number = row_of(holders, block);
   }
-  fx_give_loose(index);
 }
 
 uint32_t fx_holders_part(fx_holders *holders, uint32_t who, const uint64_t *words, const uint8_t *media, uint32_t n) {
@@ -162,13 +162,15 @@ uint32_t fx_holders_part(fx_holders *holders, uint32_t who, const uint64_t *word
       break;
     }
   }
+  fx_give_loose(holders->index);
   return parted;
 }
 
 uint32_t fx_holders_forget(fx_holders *holders, const uint32_t *blocks, uint32_t n) {
-  const fx_index *index = holders->index;
+  fx_index *index = holders->index;
   uint32_t found = 0;
   for (uint32_t i = 0; i < n; i++) {
+    if (i + FX_AHEAD < n) fx_prefetch_free(index, blocks[i + FX_AHEAD]);
     if (!fx_alive(index, blocks[i]) || !has_row(holders, blocks[i])) continue;
     uint32_t number = row_of(holders, blocks[i]);
     if (!holders->row[number].held) continue;
@@ -176,6 +178,7 @@ uint32_t fx_holders_forget(fx_holders *holders, const uint32_t *blocks, uint32_t
     fade(holders, number);
     found++;
   }
+  fx_give_loose(index);
   return found;
 }
 
@@ -190,6 +193,7 @@ uint32_t fx_holders_sweep(fx_holders *holders, const uint8_t *gone, uint32_t fro
     fade(holders, number);
     left++;
   }
+  fx_give_loose(holders->index);
   return number < holders->rows ? number : 0;
 }
 

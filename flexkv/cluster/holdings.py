@@ -49,9 +49,6 @@ class Holdings:
         tier.books = self
         self.orphans = self.overflowed = self.crowded = 0
         self.changed_at = 0.0  # when a delta was applied last
-        self._reset_lives()
-
-    def _reset_lives(self) -> None:
         self._numbers: dict[str, int] = {}  # of nodes
         self._names: dict[int, str] = {}
         self._life: dict[int, int] = {}  # of those who are there, by number
@@ -239,9 +236,11 @@ class Holdings:
         self._collect(2 * len(blocks) + MAX_DELTA)
 
     def clear(self) -> None:
-        """Forget everything and everybody; the index was cleared. Nodes have to join anew."""
+        """Forget what everybody holds, as the index was cleared; who they are stays known."""
         lib.fx_holders_clear(self._rows)
-        self._reset_lives()
+        self._sweeping |= self._dying
+        self._dying = {}
+        self._swept()
 
     def _tidy(self) -> None:
         self._collect(2 * MAX_DELTA)
