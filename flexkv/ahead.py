@@ -30,7 +30,7 @@ class Ahead:
     def __init__(self, config: FlexKVConfig) -> None:
         self.config = config
         self.telemetry = Telemetry()
-        self._host = Host(config, self.telemetry)
+        self._host = Host(config, self.telemetry, self._bring)
         self._region: Region | None = None
 
     @property

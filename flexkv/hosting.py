@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from flexkv.admission import Admission
 from flexkv.carriers import Carriers
+from flexkv.cluster.lender import Promote
 from flexkv.config import FlexKVConfig
 from flexkv.engine import Run
 from flexkv.errors import BrokenManagerError, CapacityError, ClosedError, FlexKVError
@@ -37,15 +38,14 @@ T = TypeVar("T")
 class Host:
     """Lifetime of a manager: opening, the task group in one hosted task, closing, breaking."""
 
-    def __init__(self, config: FlexKVConfig, telemetry: Telemetry) -> None:
-        self._config, self._telemetry = config, telemetry
+    def __init__(self, config: FlexKVConfig, telemetry: Telemetry, bring: Promote) -> None:
+        self._config, self._telemetry, self._bring = config, telemetry, bring
         self.thread = threading.get_ident()
         self._stack: Stack | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self.failure: BaseException | None = None
         self.opened, self._stop, self.closed = anyio.Event(), anyio.Event(), anyio.Event()
-        self._closing = self._cut_short = False
-        self.resetting = False
+        self._closing = self._cut_short = self.resetting = False
         self._saves: set[Run] = set()
         self._ended = Signal()
         self.transfers: dict[Transfer, None] = {}  # in the order of their start
@@ -121,6 +121,7 @@ class Host:
                 for _ in range(stack.spiller.workers):
                     group.start_soon(stack.spiller.run)
                 group.start_soon(stack.discarder.run)
+                group.start_soon(stack.take_part, self._bring, self.reset)
                 self.opened.set()
                 await self._stop.wait()
                 await self._drain(stack)
@@ -167,6 +168,7 @@ class Host:
             )
 
     async def _settle(self, stack: Stack) -> None:
+        await stack.unlent()
         while self.transfers or self._saves:
             await self._ended.wait()
         await stack.spiller.drained()
@@ -337,6 +339,7 @@ class Host:
                 await stack.discarder.drained()
         finally:
             self.resetting = False
+            stack.lend()
 
 
 def _only(error: BaseException) -> BaseException:

@@ -55,6 +55,15 @@ METRICS: dict[str, Series] = {
     "directory_connected": Series("gauge", "whether the directory answers"),
     "directory_nodes": Series("gauge", "other nodes of the cluster"),
     "directory_lag_seconds": Series("histogram", "from a change here to its being read"),
+    # blocks of other nodes
+    "cluster_failures": Series("counter", "parts of a node in its cluster that crashed", ("part",)),
+    "peer_read_blocks": Series("counter", "blocks asked of other nodes", ("status",)),
+    "peer_requests": Series("counter", "requests to other nodes"),
+    "peer_sent_blocks": Series("counter", "blocks sent to other nodes"),
+    "peer_strangers": Series("counter", "connections that were turned away"),
+    "peer_unknown_blocks": Series("counter", "holdings that could not be kept", ("reason",)),
+    "peer_nodes": Series("gauge", "other nodes that hold something"),
+    "peer_leases": Series("gauge", "leases that other nodes hold"),
     # how long it took; part: exposed (somebody waited) or hidden (beside other work)
     "transfer_seconds": Series("histogram", "duration of a transfer", ("kind", "part")),
     # how it stands

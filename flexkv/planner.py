@@ -62,6 +62,9 @@ class Planner:
     def release(self, blocks: BlockIds) -> None:
         """Drop the pins of a match or of a put."""
         self.index.unpin(blocks)
+        for tier in self.ledger.sources:
+            if tier.books is not None:
+                tier.books.tidy()
 
     # get and prefetch
 

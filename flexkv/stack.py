@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,9 @@ import anyio.to_thread
 
 from flexkv import plugins, tiercodec
 from flexkv.background import Discarder, Spiller
-from flexkv.brain import brain_for
+from flexkv.brain import Brain, brain_for
+from flexkv.cluster.lender import Promote
+from flexkv.cluster.member import Member
 from flexkv.completion import Completions
 from flexkv.config import FlexKVConfig
 from flexkv.encodedstore import EncodedStore
@@ -26,7 +29,7 @@ from flexkv.keys import Keyring
 from flexkv.lanes import Staging
 from flexkv.ledger import Ledger
 from flexkv.memory import Arena
-from flexkv.model import DISK, KVSpec
+from flexkv.model import DISK, HOST, PEER, REMOTE, KVSpec
 from flexkv.planner import Planner
 from flexkv.plans import Plans
 from flexkv.protocols import DeviceBackend, Recovered, Services, StorageBackend
@@ -54,6 +57,7 @@ class Stack:
     spiller: Spiller
     discarder: Discarder
     events: EventLog
+    member: Member | None
     worth: Worth | None
     closer: AsyncExitStack
 
@@ -101,10 +105,27 @@ class Stack:
                 gauge("fetch_latency_seconds", partial(worth.latency_s, name), tier=name)
             gauge("prefill_tokens_per_s", worth.tokens_per_s)
             gauge("fetch_probes", lambda: worth.probes)
+        if self.member is not None:
+            self.member.observe(telemetry)
         gauge("spill_queue_blocks", lambda: self.spiller.queued_blocks)
         gauge("index_blocks", lambda: len(self.index))
         gauge("pinned_blocks", lambda: self.index.pinned)
         gauge("tickets_in_flight", lambda: self.completions.in_flight)
+
+    async def take_part(self, promote: Promote, reset: Callable[[], Awaitable[None]]) -> None:
+        """Take part in the cluster, if there is one, until cancelled; see `Member.run`."""
+        if self.member is not None:
+            await self.member.run(promote, reset)
+
+    async def unlent(self) -> None:
+        """Wait until nothing is with readers on other nodes; nobody gets anything from now on."""
+        if self.member is not None:
+            await self.member.drained()
+
+    def lend(self) -> None:
+        """Let other nodes read again."""
+        if self.member is not None:
+            self.member.resume()
 
     async def aclose(self) -> None:
         """Close backends, completions and arena, in this order."""
@@ -154,6 +175,9 @@ async def _open(
     keyed = [tier for tier, store in stores.items() if store.addressing == "key"]
     brain = brain_for(config, spec, partial(_count_evicted, telemetry), keyed)
     ledger, planner = brain.ledger, brain.planner
+    events = _events(config, ledger, telemetry)
+    closer.callback(events.close)
+    member = await _join(config, brain, services, events, stores, telemetry, closer)
     engine = Engine(
         completions,
         device,
@@ -172,9 +196,6 @@ async def _open(
     for name, found in recovered.items():
         kept = ledger.restore(ledger.tiers[name], found, completions.now())
         log.info("tier.restored", tier=name, blocks=kept, orphans=len(found.slots) - kept)
-    dropped = partial(telemetry.add, "dropped_blocks", work="events")
-    events = EventLog(ledger.index, config.event_queue_blocks, dropped)
-    closer.callback(events.close)
     if config.trace_path is not None:
         recorder = Recorder(telemetry, spec.tokens_per_block, repeats_s=ASKED_AGAIN_S)
         closer.push_async_callback(_save, recorder, config.trace_path)
@@ -192,9 +213,37 @@ async def _open(
         spiller,
         Discarder(ledger, stores),
         events,
+        member,
         brain.worth,
         closer,
     )
+
+
+def _events(config: FlexKVConfig, ledger: Ledger, telemetry: Telemetry) -> EventLog:
+    """The log of what becomes readable in our own tiers."""
+    dropped = partial(telemetry.add, "dropped_blocks", work="events")
+    own = [HOST, *(store.name for store in ledger.stores)]
+    return EventLog(ledger.index, config.event_queue_blocks, dropped, own)
+
+
+async def _join(
+    config: FlexKVConfig,
+    brain: Brain,
+    services: Services,
+    events: EventLog,
+    stores: dict[str, StorageBackend],
+    telemetry: Telemetry,
+    closer: AsyncExitStack,
+) -> Member | None:
+    """Make this node a member of its cluster, if there is one, and the others' blocks a store."""
+    if config.cluster_redis_url is None:
+        return None
+    remote = stores.get(REMOTE)
+    member = Member(config, brain.planner, services, events.listen(), telemetry, remote=remote)
+    closer.push_async_callback(member.aclose)
+    await member.open()
+    stores[PEER] = member.store
+    return member
 
 
 async def _save(recorder: Recorder, path: Path) -> None:

@@ -29,6 +29,9 @@ class Books(Protocol):
     def forget(self, blocks: BlockIds) -> None:
         """Make blocks leave the tier."""
 
+    def tidy(self) -> None:
+        """Take back slots that only pins kept, if those are gone."""
+
     def clear(self) -> None:
         """Hear that the tier is empty."""
 

@@ -79,10 +79,10 @@ MAY_IMPORT = {
     # a store before a store; its codecs run in threads
     "encodedstore": f"completion lanes memory pool protocols tiercodec {VOCABULARY}",
     # several machines as one cache: what the others hold, and how it comes over
-    "cluster": f"_core backends completion engine events index lanes ledger memory order planner "
-    f"plans protocols telemetry tier transfer waiting {VOCABULARY}",
-    "stack": f"config traces plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
-    "hosting": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
+    "cluster": f"_core backends completion config engine events index lanes ledger memory order "
+    f"planner plans protocols telemetry tier transfer waiting {VOCABULARY}",
+    "stack": f"cluster config traces plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
+    "hosting": f"cluster config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "ahead": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "manager": f"_core ahead config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "threads": "",

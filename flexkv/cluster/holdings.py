@@ -125,7 +125,7 @@ class Holdings:
             self._part(life, delta.removed_keys, np.left_shift(1, delta.removed_media))
         if len(delta.stored_keys):
             self._store(life, delta, now)
-        self._tidy()
+        self.tidy()
 
     def _store(self, life: int, delta: Delta, now: float) -> None:
         keys, parents = as_keys(delta.stored_keys), as_keys(delta.stored_parents)
@@ -175,7 +175,7 @@ class Holdings:
         bits = np.full(len(keys), media, np.uint8)
         for life in self._lives(number):
             self._part(life, keys, bits)
-        self._tidy()
+        self.tidy()
 
     def holders(self, slots: SlotIds) -> NDArray[np.void]:
         """Who can be asked for the blocks in these slots: HOLDER of shape [slots, MAX_HOLDERS],
@@ -210,7 +210,7 @@ class Holdings:
             self._sweep_at = int(lib.fx_holders_sweep(self._rows, gone, at, *limits))
             if self._sweep_at == 0:
                 self._swept()
-        self._tidy()
+        self.tidy()
         return bool(self._sweeping or self._dying)
 
     def _swept(self) -> None:
@@ -242,7 +242,8 @@ class Holdings:
         self._dying = {}
         self._swept()
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
+        """Take back rows that only pins kept, if those are gone."""
         self._collect(2 * MAX_DELTA)
 
     def _collect(self, limit: int) -> None:

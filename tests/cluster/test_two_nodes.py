@@ -1,0 +1,191 @@
+"""Two managers of one cluster: what one has computed, the other one loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+from cluster_rig import SOON_S, knows, matched, member, open_node
+from rig import TOKENS_PER_BLOCK, prompt
+
+from flexkv.testing.remote import RedisServer
+
+
+async def test_b_loads_from_the_memory_of_a_what_a_has_put(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 6)
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await a.put(tokens)
+        await knows(b, tokens, 6)
+        got = await b.get(tokens)
+        assert got.loaded == 6 * TOKENS_PER_BLOCK
+        assert got.by_tier == {"host": 0, "peer": 6}
+        again = await b.get(tokens)  # what came over stays here: hot prefixes spread by use
+        assert again.by_tier == {"host": 6}
+
+
+async def test_b_loads_from_the_disk_of_a_what_left_its_memory(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    tokens = prompt(1, 6)
+    node_a = open_node(redis_server, "a", tmp_path, host=8)
+    async with node_a as a, open_node(redis_server, "b", host=16) as b:
+        await a.put(tokens)
+        await a.push_out()
+        await knows(b, tokens, 6)
+        got = await b.get(tokens)
+        assert got.loaded == 6 * TOKENS_PER_BLOCK
+        assert a.count("transfer_blocks", source="disk", target="host") == 6
+
+
+async def test_own_blocks_and_those_of_others_make_one_prefix(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 6)
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await b.put(tokens[: 2 * TOKENS_PER_BLOCK])
+        await a.put(tokens)
+        await knows(b, tokens, 6)
+        got = await b.get(tokens)
+        assert got.loaded == 6 * TOKENS_PER_BLOCK
+        assert got.by_tier == {"host": 2, "peer": 4}
+
+
+async def test_a_match_asks_nobody(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 6)
+    async with (
+        open_node(redis_server, "a") as a,
+        open_node(redis_server, "b", heartbeat_ms=60_000, node_ttl_ms=120_000) as b,
+    ):
+        await a.put(tokens)
+        await knows(b, tokens, 6)
+        asked = member(b).store.requests
+        sent = b.count("directory_commands", link="publish")
+        sent += b.count("directory_commands", link="follow")
+        for _ in range(100):  # the loop does not run meanwhile: nothing could be sent or come
+            assert matched(b, tokens) == 6
+        after = b.count("directory_commands", link="publish")
+        after += b.count("directory_commands", link="follow")
+        assert (member(b).store.requests, after) == (asked, sent)
+        await b.get(tokens)
+        assert member(b).store.requests > asked
+
+
+async def test_what_a_forgets_b_does_not_match(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 4)
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await a.put(tokens)
+        await knows(b, tokens, 4)
+        a.kv.remove(tokens)
+        await knows(b, tokens, 0)
+
+
+async def test_a_prefix_that_a_lost_meanwhile_is_a_miss_and_is_forgotten(
+    redis_server: RedisServer,
+) -> None:
+    tokens = prompt(1, 4)
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await a.put(tokens)
+        await knows(b, tokens, 4)
+        with redis_server.paused():  # the news do not arrive
+            a.kv.remove(tokens)
+            got = await b.get(tokens)
+            assert got.loaded == 0
+            assert matched(b, tokens) == 0
+        await b.check_idle()
+
+
+async def test_when_a_leaves_its_blocks_are_not_matched_any_more(
+    redis_server: RedisServer,
+) -> None:
+    tokens = prompt(1, 4)
+    async with open_node(redis_server, "b") as b:
+        async with open_node(redis_server, "a") as a:
+            await a.put(tokens)
+            await knows(b, tokens, 4)
+        await knows(b, tokens, 0)
+        peer = b.kv.usage()["peer"]
+        with anyio.fail_after(SOON_S):
+            while peer["free"] != peer["capacity"]:
+                await anyio.sleep(0.002)
+                peer = b.kv.usage()["peer"]
+
+
+async def test_two_clusters_on_one_server_do_not_meet(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 4)
+    async with (
+        open_node(redis_server, "a", cluster_name="one") as a,
+        open_node(redis_server, "b", cluster_name="two") as b,
+        open_node(redis_server, "c", cluster_name="one") as c,
+    ):
+        await a.put(tokens)
+        await knows(c, tokens, 4)
+        assert matched(b, tokens) == 0
+
+
+async def test_nodes_of_another_model_do_not_share(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 4)
+    async with (
+        open_node(redis_server, "a") as a,
+        open_node(redis_server, "b", model="another") as b,
+        open_node(redis_server, "c") as c,
+    ):
+        await a.put(tokens)
+        await knows(c, tokens, 4)
+        assert matched(b, tokens) == 0
+
+
+async def test_without_its_redis_a_node_serves_itself(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 4)
+    redis_server.kill()
+    async with open_node(redis_server, "a") as a:
+        await a.put(tokens)
+        assert (await a.get(tokens)).loaded == 4 * TOKENS_PER_BLOCK
+
+
+async def test_a_node_meets_the_others_when_its_redis_comes_up(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 4)
+    redis_server.kill()
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await a.put(tokens)
+        fresh = RedisServer(port=redis_server.port)
+        try:
+            await knows(b, tokens, 4)
+            assert (await b.get(tokens)).loaded == 4 * TOKENS_PER_BLOCK
+        finally:
+            fresh.stop()
+
+
+async def test_a_reset_forgets_what_others_hold(redis_server: RedisServer) -> None:
+    tokens = prompt(1, 4)
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await a.put(tokens)
+        await knows(b, tokens, 4)
+        await b.kv.reset()
+        assert matched(b, tokens) == 0
+        other = prompt(2, 4)
+        await a.put(other)
+        await knows(b, other, 4)
+
+
+async def test_a_prefetch_brings_blocks_of_others_into_our_memory(
+    redis_server: RedisServer,
+) -> None:
+    tokens = prompt(1, 4)
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await a.put(tokens)
+        await knows(b, tokens, 4)
+        await b.kv.prefetch_async(tokens)
+        assert (await b.get(tokens)).by_tier == {"host": 4}
+
+
+@pytest.mark.parametrize("spill", ["through", "on_evict"])
+async def test_blocks_of_others_are_stored_like_our_own(
+    redis_server: RedisServer, tmp_path: Path, spill: str
+) -> None:
+    tokens = prompt(1, 4)
+    node_b = open_node(redis_server, "b", tmp_path, spill=spill)
+    async with open_node(redis_server, "a") as a, node_b as b:
+        await a.put(tokens)
+        await knows(b, tokens, 4)
+        await b.get(tokens)
+        await b.put(tokens)
+        assert b.kv.usage()["disk"]["resident"] == 4
