@@ -1,12 +1,13 @@
 """Whole nodes of a cluster: managers that meet on a real redis-server.
 
 `open_node` (a rig whose manager is a member) - `knows` (wait until a node matches so many blocks of
-a prompt).
+a prompt), `until` (wait for anything).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,15 @@ def matched(rig: Rig, tokens: Sequence[int]) -> int:
     return plan.matched // TOKENS_PER_BLOCK
 
 
+async def until(reached: Callable[[], bool]) -> None:
+    """Look now and again until it is so: news of other nodes come when they come."""
+    with anyio.fail_after(SOON_S):
+        for _ in itertools.count():
+            if reached():
+                return
+            await anyio.sleep(0.002)
+
+
 async def knows(rig: Rig, tokens: Sequence[int], blocks: int) -> None:
     """Wait until the node matches exactly so many blocks of a prompt."""
-    with anyio.fail_after(SOON_S):
-        while matched(rig, tokens) != blocks:
-            await anyio.sleep(0.002)
+    await until(lambda: matched(rig, tokens) == blocks)
