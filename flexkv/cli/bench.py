@@ -1,5 +1,5 @@
-"""`flexkv bench index|copy|disk|e2e|overlap|remote|codec`: run it with a progress bar, print a
-table or JSON.
+"""`flexkv bench index|copy|disk|e2e|overlap|remote|peers|codec`: run it with a progress bar, print
+a table or JSON.
 """
 
 from __future__ import annotations
@@ -102,6 +102,15 @@ def remote(settings: Settings = None, as_json: Json = False) -> None:
     Example: [bold]flexkv bench remote store=redis url=redis://10.0.0.7:6379 --json[/bold]
     """
     _run("remote", settings, None, as_json)
+
+
+@app.command()
+def peers(settings: Settings = None, as_json: Json = False) -> None:
+    """Blocks from another node's memory, next to plain sockets, on this machine.
+
+    Example: [bold]flexkv bench peers sizes_kib=1024 --json[/bold]
+    """
+    _run("peers", settings, None, as_json)
 
 
 @app.command()
