@@ -6,7 +6,7 @@ for the directory: nodes and holdings that a test fills by hand) - `Reader.read`
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from rig import SPEC, STRIDE, Rig, open_rig, pattern
 
 from flexkv import tiercodec
 from flexkv._core import lib
+from flexkv.cluster.fetching import Courier
 from flexkv.cluster.holdings import HOLDER, HOST_MEDIUM, NOBODY
 from flexkv.cluster.lender import Lender
 from flexkv.cluster.peers import PeerStore
@@ -159,6 +160,10 @@ class Reader:
     arena: Arena
     known: Known
 
+    def batch(self, tokens: Sequence[int], slots: NDArray[np.uint32]) -> BlockIO:
+        """Blocks of a prompt, by their numbers."""
+        return BlockIO(slots, slots, keys_of(tokens)[slots])
+
     async def read(self, tokens: Sequence[int], blocks: Sequence[int] | None = None) -> Statuses:
         """Read blocks of a prompt; every one that landed must hold the right bytes."""
         keys = keys_of(tokens)
@@ -176,11 +181,18 @@ class Reader:
 
 @asynccontextmanager
 async def open_reader(
-    known: Known, *, slots: int = 64, secret: bytes = SECRET, name: str = "reader", **more: Any
+    known: Known,
+    *,
+    slots: int = 64,
+    secret: bytes = SECRET,
+    name: str = "reader",
+    courier: Callable[[Arena], Courier] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Reader]:
     """Open a store that reads from those whom `known` knows."""
     arena = Arena(slots, STRIDE, huge_pages=False)
     completions = Completions(tickets=64, crew_threads=1)
+    more["courier"] = courier and courier(arena)
     store = PeerStore(known, known, node=name, secret=secret, **more)
     try:
         await store.open(Services(completions, arena, identity()))

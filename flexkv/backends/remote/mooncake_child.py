@@ -88,7 +88,38 @@ class Store:
             self._store.close()
 
 
-KINDS: dict[str, Callable[[dict[str, Any], list[int], list[int]], Any]] = {"store": Store}
+class Engine:
+    """A Transfer Engine: others read the memory of region 0, and it reads theirs into it."""
+
+    def __init__(self, setup: dict[str, Any], bases: list[int], sizes: list[int]) -> None:
+        from mooncake.engine import TransferEngine
+
+        self._host, self._base, self._size = setup["host"], bases[0], setup["block_bytes"]
+        self._engine = TransferEngine()
+        words = (self._host, setup["metadata"], setup["protocol"], setup["devices"])
+        if code := self._engine.initialize(*words):
+            raise OSError(f"Mooncake's engine answered {code}")
+        if code := self._engine.register_memory(bases[0], sizes[0]):
+            raise OSError(f"Mooncake does not register {sizes[0]} bytes: {code}")
+
+    def where(self) -> list[Any]:
+        """What others call this engine, and the address of the memory here."""
+        return [f"{self._host}:{self._engine.get_rpc_port()}", self._base]
+
+    def fetch(self, session: str, sources: list[int], targets: list[int]) -> int:
+        """Read blocks from addresses of `session` to offsets here; 0 where all of them came."""
+        places, sizes = [self._base + target for target in targets], [self._size] * len(targets)
+        code: int = self._engine.batch_transfer_sync_read(session, places, sources, sizes)
+        return code
+
+    def close(self) -> None:
+        """Nothing: others notice when this process is gone."""
+
+
+KINDS: dict[str, Callable[[dict[str, Any], list[int], list[int]], Any]] = {
+    "store": Store,
+    "engine": Engine,
+}
 
 
 def _await(host: str, port: int) -> str:

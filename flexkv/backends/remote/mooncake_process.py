@@ -88,7 +88,7 @@ class MooncakeProcess:
         self._setup, self._regions, self._lanes = dict(setup), list(regions), lanes
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._closed = False
+        self._closed = self._cut = False
 
     def start(self) -> None:
         """Start the child where there is none; does not wait for it."""
@@ -101,6 +101,8 @@ class MooncakeProcess:
             OSError: no answer in time, or none at all. Nothing of the call goes on.
         """
         child = self._alive()
+        if self._cut:  # looked at after the child was there, as `cut` does it the other way round
+            raise ConnectionError("given up")
         pipe = child.pipes[lane]
         try:
             if not child.ready[lane]:  # the server may be away: starting is not given up
@@ -119,6 +121,16 @@ class MooncakeProcess:
         if isinstance(answer, dict) and "error" in answer:
             raise OSError(answer["error"])
         return answer
+
+    def cut(self) -> None:
+        """Have the call of another thread end now, and further ones at once, until `mend`."""
+        self._cut = True
+        if child := self._child:
+            child.process.kill()
+
+    def mend(self) -> None:
+        """Allow calls again."""
+        self._cut = False
 
     def close(self) -> None:
         """End the child: it may say goodbye, for a while. Blocks; twice is fine."""

@@ -1,0 +1,192 @@
+"""Blocks of another node by Mooncake's Transfer Engine: one-sided, and given up when it is late."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from peer_rig import Known, Owner, keys_of, open_owner, open_reader
+from rig import SPEC, prompt
+
+from flexkv.backends.remote.mooncake_process import HINT, installed
+from flexkv.cluster.fetching import PeerSettings
+from flexkv.cluster.mooncake_courier import MooncakeCourier, parse
+from flexkv.cluster.peerlink import Grant
+from flexkv.errors import ConfigError
+from flexkv.memory import Arena
+from flexkv.model import DAMAGED, FAILED, LANDED, SlotIds, Statuses
+from flexkv.protocols import BlockIO
+
+pytestmark = pytest.mark.skipif(not installed(), reason=f"to test the courier: {HINT}")
+
+BLOCKS = 6
+ALL = range(BLOCKS)
+PATIENT = PeerSettings(timeout_ms=30_000)
+
+
+@pytest.fixture
+def known() -> Known:
+    return Known()
+
+
+@asynccontextmanager
+async def lending(known: Known, **settings: Any) -> AsyncIterator[tuple[Owner, MooncakeCourier]]:
+    """An owner whose arena is registered, with a prompt in it."""
+    async with open_owner(known=known, **settings) as owner:
+        courier = MooncakeCourier(owner.rig.kv._stack.arena, SPEC.block_bytes)
+        try:
+            known.addresses[0, "mooncake"] = await courier.lend()
+            await owner.rig.put(prompt(1, BLOCKS))
+            known.hold(ALL, 0)
+            yield owner, courier
+        finally:
+            await courier.aclose()
+
+
+def fetching(timeout_ms: int = 30_000) -> Any:
+    return lambda arena: MooncakeCourier(arena, SPEC.block_bytes, {"timeout_ms": timeout_ms})
+
+
+async def test_blocks_come_into_their_slots_without_the_owner(known: Known) -> None:
+    async with (
+        lending(known) as (owner, _),
+        open_reader(known, courier=fetching(), settings=PATIENT) as reader,
+    ):
+        assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+        assert (await reader.read(prompt(1, BLOCKS), [4, 1, 3])).tolist() == [LANDED] * 3
+        assert owner.server.sent_blocks == 0
+        await owner.unpinned()
+        assert owner.lender.leases.expired == 0
+
+
+async def test_several_batches_come_at_the_same_time(known: Known) -> None:
+    async with (
+        lending(known) as (owner, _),
+        open_reader(known, courier=fetching(), settings=PATIENT) as reader,
+    ):
+        answers: list[list[int]] = []
+
+        async def one(block: int) -> None:
+            slot = np.array([block], np.uint32)
+            batch = reader.batch(prompt(1, BLOCKS), slot)
+            answers.append((await reader.store.read(batch)).tolist())
+
+        async with anyio.create_task_group() as group:
+            for block in ALL:
+                group.start_soon(one, block)
+        assert answers == [[LANDED]] * BLOCKS
+        await owner.unpinned()
+
+
+async def test_an_engine_that_stands_still_is_given_up_and_writes_nothing_later(
+    known: Known,
+) -> None:
+    settings = PeerSettings(timeout_ms=30_000, failures=100)
+    async with (
+        lending(known) as (owner, lender),
+        open_reader(known, courier=fetching(1000), settings=settings) as reader,
+    ):
+        assert lender.lending_pid is not None
+        os.kill(lender.lending_pid, signal.SIGSTOP)
+        try:
+            with anyio.fail_after(30):
+                assert (await reader.read(prompt(1, BLOCKS))).tolist() == [FAILED] * BLOCKS
+            reader.arena.rows(0, BLOCKS)[:] = 0xEE
+            await owner.unpinned()
+        finally:
+            os.kill(lender.lending_pid, signal.SIGCONT)
+        numbers = np.array(ALL, np.uint32)
+        elsewhere = BlockIO(numbers + BLOCKS, numbers, keys_of(prompt(1, BLOCKS)))
+        statuses: list[int] = []
+        with anyio.fail_after(60):
+            while statuses != [LANDED] * BLOCKS:
+                statuses = (await reader.store.read(elsewhere)).tolist()
+        assert (reader.arena.rows(0, BLOCKS) == 0xEE).all()
+
+
+async def test_a_reader_that_gives_up_leaves_no_byte_to_land(known: Known) -> None:
+    async with (
+        lending(known) as (owner, lender),
+        open_reader(known, courier=fetching(), settings=PATIENT) as reader,
+    ):
+        assert lender.lending_pid is not None
+        assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+        os.kill(lender.lending_pid, signal.SIGSTOP)
+        with anyio.fail_after(20):
+            with anyio.move_on_after(0.3):
+                await reader.read(prompt(1, BLOCKS))
+        reader.arena.rows(0, BLOCKS)[:] = 0xEE
+        os.kill(lender.lending_pid, signal.SIGCONT)
+        await owner.unpinned()
+        assert (reader.arena.rows(0, BLOCKS) == 0xEE).all()
+        assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+
+
+async def test_an_engine_that_was_killed_costs_its_blocks_and_no_pin(known: Known) -> None:
+    async with (
+        lending(known) as (owner, lender),
+        open_reader(known, courier=fetching(5000), settings=PATIENT) as reader,
+    ):
+        assert lender.lending_pid is not None
+        os.kill(lender.lending_pid, signal.SIGKILL)
+        with anyio.fail_after(30):
+            assert (await reader.read(prompt(1, BLOCKS))).tolist() == [FAILED] * BLOCKS
+        await owner.unpinned()
+
+
+class Spoiled:
+    """A courier that comes too late: the owner's slots were given to others meanwhile."""
+
+    name = "mooncake"
+
+    def __init__(self, inner: MooncakeCourier, owner: Owner) -> None:
+        self.inner, self.owner = inner, owner
+
+    async def fetch(self, address: str, grant: Grant, offsets: Any, slots: SlotIds) -> Statuses:
+        arena = self.owner.rig.kv._stack.arena
+        arena.view(int(grant.slots[2]))[:] = 0x55
+        return await self.inner.fetch(address, grant, offsets, slots)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+async def test_what_was_overwritten_before_it_was_read_is_not_taken(known: Known) -> None:
+    async with lending(known) as (owner, _):
+
+        def spoiled(arena: Arena) -> Spoiled:
+            return Spoiled(MooncakeCourier(arena, SPEC.block_bytes, {"timeout_ms": 30_000}), owner)
+
+        async with open_reader(known, courier=spoiled, settings=PATIENT) as reader:
+            statuses = (await reader.read(prompt(1, BLOCKS))).tolist()
+        assert statuses == [LANDED, LANDED, DAMAGED, LANDED, LANDED, LANDED]
+        await owner.unpinned()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"fetches": 0}, "fetches"),
+        ({"timeout_ms": "soon"}, "timeout_ms"),
+        ({"environment": {"MC_TCP": 1}}, "environment"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(options: dict[str, Any], what: str) -> None:
+    arena = Arena(1, 4096, huge_pages=False)
+    with pytest.raises(ConfigError, match=what):
+        MooncakeCourier(arena, 4096, options)
+    arena.close()
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:12345", "10.0.0.1:12345/xyz", "/7f00"])
+def test_addresses_of_another_form_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="host:port/base"):
+        parse(address)
+    assert parse("10.0.0.1:12345/7f00") == ("10.0.0.1:12345", 0x7F00)
