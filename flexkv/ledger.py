@@ -38,6 +38,7 @@ from flexkv.model import (
 )
 from flexkv.pool import SlotPool
 from flexkv.protocols import Recovered
+from flexkv.reads import Reads
 from flexkv.tier import Tier
 
 SpillMode = Literal["through", "on_evict", "never"]
@@ -87,6 +88,7 @@ class Ledger:
                 tier.forget = partial(self._forget, tier)
         self.spills: list[tuple[BlockIds, KeyArray]] = []
         self.offers = np.zeros(max_blocks, np.int32)  # kept by whoever spills: of each block
+        self.reads = Reads(max_blocks)
         self._landing_of = np.zeros(max_blocks, np.int64)
         self._strikes = np.zeros(max_blocks, np.uint8)  # consecutive failed reads of a block
         self._last_landing = 0
@@ -121,7 +123,10 @@ class Ledger:
         """Book what an op (or a part of it) achieved: publish what landed, take back the rest."""
         blocks = graph.blocks[positions]
         if op.source.place in self.tiers and op.source.place != HOST:
+            self.reads.end(blocks)
             self._judge(self.tiers[op.source.place], blocks, statuses)
+            for freed in self.reads.released():
+                self.vacate(*freed)
         if op.target.place == DEVICE:
             return
         tier = self.tiers[op.target.place]
@@ -168,12 +173,14 @@ class Ledger:
             self._drop(store, gone)
 
     def _drop(self, tier: Tier, blocks: BlockIds) -> None:
-        """Make blocks leave a tier; a store has to forget them."""
+        """Make blocks leave a tier; a store has to forget them, when nobody reads them any more."""
         if tier.books is not None:
             tier.books.forget(blocks)
             return
-        keys = self.index.keys(blocks)
-        self.vacate(tier, self.index.drop(tier.number, blocks), keys)
+        keys, busy = self.index.keys(blocks), self.reads.under_way(blocks)
+        slots = self.index.drop(tier.number, blocks)
+        self.reads.keep(blocks[busy], tier, slots[busy], keys[busy])
+        self.vacate(tier, slots[~busy], keys[~busy])
 
     def hold(self, slots: SlotIds) -> None:
         """Note host slots whose old content a save is about to read."""

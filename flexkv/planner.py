@@ -171,6 +171,7 @@ class Planner:
                     source = Span(store.name, store_slots[via_host])
                     target = Span(HOST, host_slots[via_host])
                     landing = self.ledger.open_landing(blocks[via_host])
+                    self.ledger.reads.begin(blocks[via_host])
                     reads.append(len(ops))
                     after = tuple(reads[-1 - self.chunks_in_flight : -self.chunks_in_flight])
                     ops.append(Copy(source, target, via_host, after, landing=landing, joins=waits))
@@ -180,6 +181,7 @@ class Planner:
                 if len(direct) and device_blocks is not None:
                     source = Span(store.name, store_slots[direct])
                     target = Span(DEVICE, device_blocks[direct])
+                    self.ledger.reads.begin(blocks[direct])
                     ops.append(Copy(source, target, direct))
         return saves
 

@@ -325,6 +325,7 @@ class World:
         assert self.index.pinned == pins
         for tier in self.tiers.values():
             forgetting = sum(len(item.slots) for item in self.ledger.discards if item.tier is tier)
+            forgetting += len(self.ledger.reads.kept(tier))
             if tier.name == HOST:
                 forgetting = int(np.count_nonzero(self.ledger._free_when_saved))
             taken = self.index.resident(tier.number) + forgetting

@@ -16,7 +16,7 @@ PACKAGE = Path(flexkv.__file__).parent
 
 VOCABULARY = "model errors"
 BRAIN = (
-    "keys alone index groups order pool tier hints holds ledger spills offers prompts "
+    "keys alone index groups order pool tier hints holds reads ledger spills offers prompts "
     "planned planner layerwise tiercodec estimates worth cuts brain"
 )
 BODY = (
@@ -45,7 +45,8 @@ MAY_IMPORT = {
     "tier": f"index pool {VOCABULARY}",
     "holds": f"index {VOCABULARY}",
     "hints": f"groups holds index tier {VOCABULARY}",
-    "ledger": f"groups hints index pool tier protocols {VOCABULARY}",
+    "reads": f"tier {VOCABULARY}",
+    "ledger": f"groups hints index pool reads tier protocols {VOCABULARY}",
     "spills": f"index ledger {VOCABULARY}",
     "offers": f"ledger {VOCABULARY}",
     "prompts": f"groups index tier {VOCABULARY}",

@@ -132,6 +132,7 @@ class Watch:
         forgetting = self._stack.discarder.forgetting
         for tier in ledger.tiers.values():
             out = sum(len(discard.slots) for discard in forgetting if discard.tier is tier)
+            out += len(ledger.reads.kept(tier))
             if tier.name == HOST and ledger.spill == "on_evict":
                 out += int(np.count_nonzero(ledger._free_when_saved))
             resident, free = self._stack.index.resident(tier.number), tier.free
@@ -191,6 +192,7 @@ class Watch:
                 wrong.append(slot)
         for discard in self._stack.discarder.forgetting:
             known.update(discard.slots.tolist())
+        known.update(self._stack.ledger.reads.kept(self._stack.ledger.tiers[DISK]).tolist())
         outside = [s for s, sequence in enumerate(sequences) if sequence and s not in known]
         if outside:
             self._journal.accuse("outside", f"disk{outside} hold forgotten keys")
