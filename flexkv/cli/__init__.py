@@ -1,4 +1,6 @@
-"""The `flexkv` command: `demo`, `doctor`, `bench`, `calibrate`, `sim`, `trace`, `disk`."""
+"""The `flexkv` command: `demo`, `doctor`, `bench`, `calibrate`, `sim`, `trace`, `disk`,
+`cluster`.
+"""
 
 from __future__ import annotations
 
@@ -107,6 +109,17 @@ def _disk(context: typer.Context) -> None:
     from flexkv.cli.disk import app as command
 
     command(context.args, prog_name="flexkv disk")
+
+
+@app.command("cluster", **_PASS_ON)
+def _cluster(context: typer.Context) -> None:
+    """Look after a cluster: who is there, who leaves, and a new beginning for all.
+
+    Example: [bold]flexkv cluster status --url redis://10.0.0.7:6379[/bold]
+    """
+    from flexkv.cli.cluster import app as command
+
+    command(context.args, prog_name="flexkv cluster")
 
 
 @app.command("trace", **_PASS_ON)

@@ -66,7 +66,7 @@ class Publisher:
         self._surveyed = False  # since changes were taken the last time
         self._taken_s = now()
         self._logged = self._held = 0  # blocks in the log since the snapshot; holdings
-        self._registered = False
+        self._registered = self._changed = False
         self._lost = True
         self._beats, self._next_beat = 0, 0.0
         self._nap: anyio.CancelScope | None = None
@@ -80,6 +80,7 @@ class Publisher:
     def mark(self, state: Any) -> None:
         """Show another state from the next heartbeat on."""
         self.record = msgspec.structs.replace(self.record, state=state)
+        self._changed = True
 
     def hurry(self) -> None:
         """Have a heartbeat now."""
@@ -220,6 +221,7 @@ class Publisher:
                 ("ZRANGE", names.members, 0, -1, "WITHSCORES"),
                 ("SISMEMBER", names.draining, self.record.node),
                 *([("PEXPIRE", snapshot, ttl_ms)] if snapshot else []),
+                *([self._notice("record", self.member)] if self._changed else []),
                 *(
                     [
                         ("ZADD", names.members, self._score, self.member),
@@ -230,6 +232,7 @@ class Publisher:
                 ),
             ]
         )
+        self._changed = False
         self._next_beat = self._now() + settings.heartbeat_ms / 1e3
         there, log_there, covered, length, _, epoch, members, drain = answers[:8]
         await self._told(Beat(number_of(epoch), scores_of(members), bool(drain)))

@@ -46,7 +46,7 @@ class Link:
     """
 
     def __init__(self, settings: ClusterSettings, *, patience_ms: int = 0) -> None:
-        self._client = _client(settings, patience_ms)
+        self._client, self._sentinels = _client(settings, patience_ms)
         self.sent_bytes = 0  # of commands, and
         self.received_bytes = 0  # of the long texts in answers, without what Redis adds
         self.commands = 0
@@ -90,6 +90,8 @@ class Link:
         """Close all connections."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S):
             await self._client.aclose()
+            for sentinel in self._sentinels:
+                await sentinel.aclose()
 
     def _count(self, words: tuple[Word, ...]) -> None:
         self.commands += 1
@@ -98,7 +100,10 @@ class Link:
         )
 
 
-def _client(settings: ClusterSettings, patience_ms: int) -> Redis | RedisCluster:
+def _client(
+    settings: ClusterSettings, patience_ms: int
+) -> tuple[Redis | RedisCluster, list[Redis]]:
+    """A client for the data, and those that it asks where the data is."""
     where = settings.places()
     timeout_s = settings.timeout_ms / 1e3
     options: dict[str, Any] = {
@@ -111,14 +116,14 @@ def _client(settings: ClusterSettings, patience_ms: int) -> Redis | RedisCluster
     once = Retry(NoBackoff(), 0)
     if "nodes" in where:
         nodes = [ClusterNode(host, port) for host, port in where["nodes"]]
-        return RedisCluster(startup_nodes=nodes, **options)
+        return RedisCluster(startup_nodes=nodes, **options), []
     options |= {"retry": once, "db": where.get("db") or 0}
     if "sentinels" in where:
         watch: Any = Sentinel(  # type: ignore[no-untyped-call]
             where["sentinels"], sentinel_kwargs={"socket_timeout": timeout_s}, **options
         )
         master: Redis = watch.master_for(where["service"])
-        return master
+        return master, watch.sentinels
     if "path" in where:
         kind: Any = UnixDomainSocketConnection
         options |= {"path": where["path"]}
@@ -126,7 +131,7 @@ def _client(settings: ClusterSettings, patience_ms: int) -> Redis | RedisCluster
         kind = SSLConnection if where["tls"] else Connection
         options |= {"host": where.get("host", "127.0.0.1"), "port": where.get("port", 6379)}
         options |= {name: value for name, value in where.items() if name.startswith("ssl_")}
-    return Redis.from_pool(ConnectionPool(connection_class=kind, **options))
+    return Redis.from_pool(ConnectionPool(connection_class=kind, **options)), []
 
 
 def _wrapped(error: BaseException) -> LinkError:

@@ -44,14 +44,15 @@ class RedisServer:
         Unsupported: there is no redis-server here.
     """
 
-    def __init__(self, *options: str, port: int = 0) -> None:
+    def __init__(self, *options: str, port: int = 0, file: Path | None = None) -> None:
         program = shutil.which("redis-server") or shutil.which("valkey-server")
         if program is None:
             raise Unsupported("install redis-server (or valkey-server) to verify the redis store")
         self.port = port or free_port()
         self.folder = tempfile.mkdtemp(prefix="flexkv-redis-")
-        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--dir", self.folder, "--daemonize", "no", *options]
+        command = [program, *([str(file)] if file else []), "--port", str(self.port)]
+        command += ["--bind", "127.0.0.1", "--save", "", "--dir", self.folder]
+        command += ["--daemonize", "no", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         atexit.register(self.stop)
         self._await()

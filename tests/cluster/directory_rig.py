@@ -173,6 +173,17 @@ async def running(*nodes: Node) -> AsyncIterator[None]:
         group.cancel_scope.cancel()
 
 
+@asynccontextmanager
+async def until_killed(node: Node) -> AsyncIterator[None]:
+    """Let a node publish; at the end it says nothing any more, not even that it leaves."""
+    publisher = node.directory._publisher
+    async with anyio.create_task_group() as group:
+        group.start_soon(publisher.run)
+        yield
+        group.cancel_scope.cancel()
+    await publisher.link.aclose()
+
+
 def quick(url: str, **changes: Any) -> ClusterSettings:
     """Settings with which little time passes."""
     return ClusterSettings(
