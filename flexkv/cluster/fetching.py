@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flexkv.backends.remote.breaker import Breaker
 from flexkv.cluster import peerwire as wire
-from flexkv.cluster.blocks import Sums, views_of
+from flexkv.cluster.blocks import Arrival, Sums, views_of
 from flexkv.cluster.peerlink import Cost, Grant, Me, PeerLink, RefusedError
 from flexkv.errors import CapacityError, ConfigError, TransferError
 from flexkv.model import DAMAGED, FAILED, LANDED, SKIPPED, KeyArray, SlotIds, Statuses
@@ -167,38 +167,44 @@ class Fetcher:
         size = self._me.block_bytes
         began, courier = self._now(), self._courier
         place = self._nodes.address(node, courier.name) if courier else None
+
+        def room(landed: NDArray[np.int64]) -> tuple[list[memoryview], Arrival]:
+            targets = slots[landed]
+            arrival = Arrival(self._sums, targets, keys[landed], size)
+            return views_of(self._arena, targets, size), arrival
+
         self.requests += 1
         grant = await peer.link.lease(
             keys,
             incarnation=incarnation,
             epoch=epoch,
             deadline_s=deadline_s,
-            room=None if place else lambda landed: views_of(self._arena, slots[landed], size),
+            room=None if place else room,
         )
         statuses, landed = grant.statuses, grant.landed
-        targets = slots[landed]
+        targets, sums = slots[landed], np.empty(0, np.uint64)
         if courier is not None and place and len(landed):
             statuses[landed] = await self._pull(
                 peer.link, courier, place, grant, targets, epoch, began + deadline_s - self._now()
             )
-        else:
-            statuses[landed[grant.got_bytes // size :]] = FAILED
+            sums = await self._sums.of(targets, keys[landed])
+        elif grant.arrival is not None:
+            grant.arrival.finish()
+            statuses[landed[grant.arrival.whole :]] = FAILED
+            sums = grant.arrival.found
         elapsed_s = self._now() - began
-        came = np.flatnonzero(statuses[landed] == LANDED)
-        if len(came):
-            sums = await self._sums.of(targets[came], keys[landed][came])
-            wrong = sums != grant.checksums[came]
-            if wrong.any() and grant.late:  # its place was another's by then: it is no worse for it
-                statuses[landed[came[wrong]]] = SKIPPED
-            elif wrong.any():
-                statuses[landed[came[wrong]]] = DAMAGED
-                grant.error = grant.error or f"{np.count_nonzero(wrong)} blocks with wrong bytes"
+        wrong = (statuses[landed] == LANDED) & (sums != grant.checksums)
+        if wrong.any() and grant.late:  # their places were others' by then
+            statuses[landed[wrong]] = SKIPPED
+        elif wrong.any():
+            statuses[landed[wrong]] = DAMAGED
+            grant.error = grant.error or f"{np.count_nonzero(wrong)} blocks with wrong bytes"
         if grant.error:
             self._failed(node, peer, grant.error)
         else:
             if peer.breaker.succeeded():
                 log.info("peer.up", node=node, address=peer.link.address)
-            cost.measured(grant.answered_s, len(came) * size, elapsed_s - grant.answered_s)
+            cost.measured(grant.answered_s, len(landed) * size, elapsed_s - grant.answered_s)
         return statuses
 
     async def _pull(

@@ -1,6 +1,6 @@
 """What an owner does for readers: find blocks, hold them, bring them near, vouch for their bytes.
 
-`Lender.lend` (keys -> `Loan`: pinned arena slots and checksums under a lease) - `release` -
+`Lender.lend` (keys -> `Loan`: pinned arena slots under a lease), `vouch` (checksums) - `release` -
 `revoke`, `drained` (before everything is forgotten) - `close`. Readers come after the node's own
 work: what they hold at once is limited, and what lies on disk is brought into the host with the
 priority of a prefetch.
@@ -47,13 +47,13 @@ Promote: TypeAlias = Callable[[BlockIds, KeyArray], Transfer]
 @dataclass(frozen=True, slots=True)
 class Loan:
     """What a reader gets: an IOStatus for each key (SKIPPED: there, but not now), and of those
-    LANDED slots and checksums. Without any there is no lease.
+    LANDED slots and keys. Without any there is no lease.
     """
 
     statuses: Statuses
     lease: Lease | None
     slots: SlotIds
-    checksums: NDArray[np.uint64]
+    keys: KeyArray
 
 
 class Lender:
@@ -133,7 +133,7 @@ class Lender:
         return await self._prepare(lease, there, statuses)
 
     async def _prepare(self, lease: Lease, there: NDArray[np.int64], statuses: Statuses) -> Loan:
-        """Bring the blocks of a lease into the host, and vouch for them."""
+        """Bring the blocks of a lease into the host."""
         table, host = self.leases, self._ledger.host.number
         table.begin(lease.token, self._completions.now())
         table.pause(lease)
@@ -144,7 +144,6 @@ class Lender:
                 await self._promote(lease.blocks[far], lease.keys[far]).settled()
             near = self._index.states(host, lease.blocks) == READY
             lease.slots = self._index.slots(host, lease.blocks[near])
-            sums = await self._sums.of(lease.slots, lease.keys[near])
             statuses[there[near]] = LANDED
         except BaseException:
             table.release([lease.token], self._completions.now())
@@ -153,10 +152,29 @@ class Lender:
             table.end(lease)
         if not near.any() or lease.over:
             self.release([lease.token])
-            return Loan(statuses, None, lease.slots[:0], sums[:0])
+            return Loan(statuses, None, lease.slots[:0], lease.keys[:0])
         table.renew(lease, self._completions.now())
         self._deadlines.add(lease)
-        return Loan(statuses, lease, lease.slots, sums)
+        return Loan(statuses, lease, lease.slots, lease.keys[near])
+
+    async def vouch(self, loan: Loan) -> NDArray[np.uint64]:
+        """Return the checksums of blocks that are on lease.
+
+        Raises:
+            CapacityError: all tickets are out.
+            LeaseError: the lease is over.
+        """
+        if loan.lease is None:
+            return np.empty(0, np.uint64)
+        self.leases.begin(loan.lease.token, self._completions.now())
+        try:
+            return await self._sums.of(loan.slots, loan.keys)
+        finally:
+            self.leases.end(loan.lease)
+
+    def vouch_here(self, loan: Loan) -> NDArray[np.uint64]:
+        """Do the same in the thread that calls, for whoever keeps the lease meanwhile."""
+        return self._sums.here(loan.slots, loan.keys)
 
     def _lendable(self, blocks: BlockIds) -> BoolArray:
         """Which entries are readable in the host, or on disk."""
@@ -208,4 +226,4 @@ class Lender:
 
 def _nothing(count: int) -> Loan:
     none = np.empty(0, np.uint32)
-    return Loan(np.full(count, MISSING, np.uint8), None, none, np.empty(0, np.uint64))
+    return Loan(np.full(count, MISSING, np.uint8), None, none, np.empty((0, 2), np.uint64))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster import tcp
+from flexkv.cluster.blocks import Arrival
 from flexkv.cluster.leases import Token
 from flexkv.errors import CapacityError, TransferError
 from flexkv.model import LANDED, MISSING, SKIPPED, KeyArray, Statuses
@@ -71,7 +72,7 @@ def _blend(old: float, new: float) -> float:
 class Grant:
     """An owner's answer: a status for each key; token, slots there and checksums of those LANDED.
 
-    `got_bytes` of their bytes have come, in this order; `error` says why not all of them.
+    `arrival` says which of their bytes have come, in this order; `error` why not all of them.
     """
 
     token: Token
@@ -82,7 +83,7 @@ class Grant:
     checksums: NDArray[np.uint64]
     welcome: wire.Welcome
     answered_s: float = 0.0  # after it was asked
-    got_bytes: int = 0
+    arrival: Arrival | None = None
     error: str = ""
     late: bool = False  # it was over before it was released
 
@@ -100,8 +101,8 @@ class _Line:
     used: bool = False
 
 
-Room: TypeAlias = Callable[[NDArray[np.int64]], list[memoryview]]
-"""Where blocks belong, given their positions among the keys."""
+Room: TypeAlias = Callable[[NDArray[np.int64]], tuple[list[memoryview], Arrival]]
+"""Where blocks belong, and who hears of them, given their positions among the keys."""
 
 
 class PeerLink:
@@ -236,16 +237,14 @@ class PeerLink:
         if room is None or not len(grant.landed):
             return
 
-        def progress(got: int) -> None:
-            grant.got_bytes = got
-
-        wanted = len(grant.landed) * self._me.block_bytes
+        views, arrival = room(grant.landed)
+        grant.arrival = arrival
         try:
-            await line.link.receive_into(room(grant.landed), progress)
+            await line.link.receive_into(views, arrival.progress)
         except OSError as error:
             grant.error = repr(error)
-        if grant.got_bytes < wanted:
-            grant.error = grant.error or f"the connection ended after {grant.got_bytes} bytes"
+        if arrival.whole < len(grant.landed):
+            grant.error = grant.error or f"the connection ended after {arrival.got_bytes} bytes"
             line.link.close()
 
     async def _answer(self, line: _Line, request: wire.Lease | wire.Release, kind: type[T]) -> T:
@@ -298,9 +297,11 @@ def _checked(answer: wire.Leased, count: int, welcome: wire.Welcome) -> Grant:
         ProtocolError: its parts do not fit each other, or what was asked.
     """
     statuses = wire.numbers_from_bytes(answer.statuses, "u1", count).astype(np.uint8)
-    if not np.isin(statuses, (LANDED, MISSING, SKIPPED)).all():
-        raise wire.ProtocolError(f"statuses {np.unique(statuses)} are none of an owner's")
     landed = np.flatnonzero(statuses == LANDED)
+    if len(landed) < count:
+        known = len(landed) + np.count_nonzero((statuses == MISSING) | (statuses == SKIPPED))
+        if known != count:
+            raise wire.ProtocolError(f"statuses {statuses} are none of an owner's")
     if len(landed) and not answer.token:
         raise wire.ProtocolError("blocks without a lease")
     return Grant(

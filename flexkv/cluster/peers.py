@@ -45,6 +45,7 @@ from flexkv.telemetry import log
 Positions = NDArray[np.int64]
 # Of two answers about a block that did not come, the one that leaves more hope is told.
 _BY_HOPE = np.array([MISSING, DAMAGED, SKIPPED, FAILED], np.uint8)
+_NAMES = [status.name.lower() for status in IOStatus]
 _HOPE = np.zeros(len(IOStatus), np.uint8)
 _HOPE[_BY_HOPE] = np.arange(len(_BY_HOPE))
 
@@ -153,7 +154,11 @@ class PeerStore:
 
     def _choose(self, rows: NDArray[Any], open_: NDArray[np.bool_], blocks: Positions) -> Positions:
         """The column of each block's cheapest holder of those that are left."""
-        nodes, media, left = rows["node"][blocks], rows["medium"][blocks], open_[blocks]
+        left = open_[blocks]
+        if np.count_nonzero(left) == len(left):  # mostly there is no choice
+            only: Positions = np.argmax(left, axis=1)
+            return only
+        nodes, media = rows["node"][blocks], rows["medium"][blocks]
         price = np.full(nodes.shape, np.inf)
         holders = np.unique(np.stack((nodes[left], media[left])), axis=1).T
         size = len(blocks) * self._block_bytes
@@ -191,8 +196,8 @@ class PeerStore:
             missing = np.flatnonzero(found == MISSING)
             if len(missing):
                 self._lose(node, rows[blocks[missing]], part.keys[missing])
-            for status in np.unique(found).tolist():
-                self.blocks[IOStatus(status).name.lower()] += int((found == status).sum())
+            for status, count in enumerate(np.bincount(found).tolist()):
+                self.blocks[_NAMES[status]] += count
             statuses[blocks] = _told(statuses[blocks], found)
 
         if len(asked) == 1:
@@ -238,6 +243,8 @@ def _grouped(
     """The blocks by whom to ask: (node, slowest medium there), or (NOBODY, REMOTE_MEDIUM)."""
     media = rows["medium"][blocks, columns]
     nodes = np.where(media == REMOTE_MEDIUM, NOBODY, rows["node"][blocks, columns])
+    if len(nodes) and (nodes == nodes[0]).all():
+        return {(int(nodes[0]), int(media.max())): blocks}
     asked = {}
     for node in np.unique(nodes).tolist():
         mine = nodes == node

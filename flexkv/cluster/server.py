@@ -14,12 +14,14 @@ import socket
 from collections.abc import Callable
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster import tcp
 from flexkv.cluster.blocks import views_of
-from flexkv.cluster.leases import Token
-from flexkv.cluster.lender import Lender
+from flexkv.cluster.leases import LeaseError, Token
+from flexkv.cluster.lender import Lender, Loan
 from flexkv.errors import CapacityError
 from flexkv.memory import Arena
 from flexkv.model import Identity
@@ -170,37 +172,50 @@ class PeerServer:
             log.debug("peer.busy", reader=reader, error=str(error))
             await link.send(wire.pack(wire.Refusal(request.request, "busy")))
             return
-        table, token = self._lender.leases, loan.lease.token if loan.lease else None
-        answer = wire.pack(
-            wire.Leased(
-                request.request,
-                token.number if token else 0,
-                int(table.ttl_s * 1e3),
-                loan.statuses.tobytes(),
-                loan.slots.astype("<u4").tobytes(),
-                loan.checksums.astype("<u8").tobytes(),
-            )
-        )
-        if token is None or not request.read:
-            await link.send(answer)
+        if loan.lease is not None and request.read:
+            await self._send(link, request, loan)
             return
         try:
-            await self._send(link, token, answer)
-        finally:
-            self._lender.release([token])
+            sums = await self._lender.vouch(loan)
+        except (CapacityError, LeaseError) as error:
+            log.debug("peer.busy", reader=reader, error=str(error))
+            self._take_back(loan)
+            await link.send(wire.pack(wire.Refusal(request.request, "busy")))
+        else:
+            await link.send(self._leased(request, loan, sums))
 
-    async def _send(self, link: tcp.Wire, token: Token, answer: bytes) -> None:
+    async def _send(self, link: tcp.Wire, request: wire.Lease, loan: Loan) -> None:
         """Send the blocks of a lease, which stay where they are until that has ended.
 
         Raises:
             TimeoutError: the reader takes longer than a lease lasts.
         """
-        table = self._lender.leases
-        lease = table.begin(token, self._lender.now())
+        table, lease = self._lender.leases, loan.lease
+        assert lease is not None
+        table.begin(lease.token, self._lender.now())
         try:
-            views = views_of(self._arena, lease.slots, self._block_bytes)
+            views = views_of(self._arena, loan.slots, self._block_bytes)
             with anyio.fail_after(table.ttl_s):
-                await link.send(answer, views)
-            self.sent_blocks += len(lease.slots)
+                await link.send(
+                    lambda: self._leased(request, loan, self._lender.vouch_here(loan)), views
+                )
+            self.sent_blocks += len(loan.slots)
         finally:
+            self._take_back(loan)
             table.end(lease)
+
+    def _take_back(self, loan: Loan) -> None:
+        if loan.lease is not None:
+            self._lender.release([loan.lease.token])
+
+    def _leased(self, request: wire.Lease, loan: Loan, sums: NDArray[np.uint64]) -> bytes:
+        return wire.pack(
+            wire.Leased(
+                request.request,
+                loan.lease.token.number if loan.lease else 0,
+                int(self._lender.leases.ttl_s * 1e3),
+                loan.statuses.tobytes(),
+                loan.slots.astype("<u4").tobytes(),
+                sums.astype("<u8").tobytes(),
+            )
+        )

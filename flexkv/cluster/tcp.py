@@ -15,7 +15,7 @@ import select
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import anyio
@@ -55,14 +55,22 @@ class Wire:
             return "{}:{}".format(*self._socket.getpeername()[:2])
         return "nobody"
 
-    async def send(self, message: bytes, views: Sequence[memoryview] = ()) -> None:
-        """Send a message and what follows it, copying nothing together.
+    async def send(
+        self, message: bytes | Callable[[], bytes], views: Sequence[memoryview] = ()
+    ) -> None:
+        """Send a message and what follows it, copying nothing together. A message that is work to
+        make is made where the views move.
 
         Raises:
             OSError: the connection is broken.
         """
-        frame = _FRAME.pack(_MAGIC, len(message)) + message
-        await self._move([memoryview(frame), *views], self._send, anyio.wait_writable)
+        moving = [view for view in views if len(view)]
+
+        def begin() -> None:
+            packet = message() if callable(message) else message
+            moving.insert(0, memoryview(_FRAME.pack(_MAGIC, len(packet)) + packet))
+
+        await self._move(moving, self._send, anyio.wait_writable, begin=begin)
 
     async def receive(self) -> bytearray:
         """Receive one message.
@@ -92,9 +100,10 @@ class Wire:
     ) -> int:
         """Fill views, in order; returns the bytes received: fewer only where the other side ended.
 
-        `progress` is told each time how many bytes there are, also when it ends with an error.
+        `progress` is told how many bytes there are, where they move: in a thread when many do.
         """
-        return await self._move(list(views), self._receive, anyio.wait_readable, progress)
+        moving = [view for view in views if len(view)]
+        return await self._move(moving, self._receive, anyio.wait_readable, progress)
 
     def cut(self) -> None:
         """End the connection for both sides, whatever its task is doing: that one closes it."""
@@ -122,57 +131,72 @@ class Wire:
         call: Move,
         wait: Callable[[socket.socket], Awaitable[None]],
         progress: Callable[[int], None] = _uninterested,
+        begin: Callable[[], None] | None = None,
     ) -> int:
         """Move views until all is moved or the other side ended; returns the bytes moved."""
-        views = [view for view in views if len(view)]
-        total, moved = sum(map(len, views)), 0
+        patience_ms = _PATIENCE_MS if sum(map(len, views)) > _INLINE_BYTES else 0
         events = select.POLLOUT if wait is anyio.wait_writable else select.POLLIN
-        while views:
-            if total <= _INLINE_BYTES:
-                now, end = _move_some(self._socket, views, call, events, 0)
+        stint = _Stint(self._socket, views, call, events, patience_ms, progress, begin)
+        while True:
+            if patience_ms:
+                await anyio.to_thread.run_sync(stint.run, limiter=self._threads)
             else:
-                work = partial(_move_some, self._socket, views, call, events, _PATIENCE_MS)
-                now, end = await anyio.to_thread.run_sync(work, limiter=self._threads)
-            moved += now
-            progress(moved)
-            if isinstance(end, OSError):
-                raise end
-            if end:
-                break
-            if views:
-                await wait(self._socket)
-        return moved
+                stint.run()
+            if stint.error is not None:
+                raise stint.error
+            if stint.ended or not views:
+                return stint.moved
+            await wait(self._socket)
 
 
-def _move_some(
-    connection: socket.socket, views: list[memoryview], call: Move, events: int, patience_ms: int
-) -> tuple[int, bool | OSError]:
-    """Move until the socket stalls; takes from `views` what is done.
+@dataclass(slots=True)
+class _Stint:
+    """Moves bytes until the socket stalls, perhaps in a thread; takes from `views` what is done."""
 
-    Returns the bytes moved, and whether (or with which error) the connection ended.
-    """
-    moved = 0
-    try:
-        while views and moved < _STINT_BYTES:
-            try:
-                now = call(views)
-            except BlockingIOError:
-                if not patience_ms or not _is_ready(connection, events, patience_ms):
-                    break
-                continue
-            if not now:
-                return moved, True
-            moved += now
-            done = 0
-            while done < len(views) and now >= len(views[done]):
-                now -= len(views[done])
-                done += 1
-            del views[:done]
-            if now:
-                views[0] = views[0][now:]
-    except OSError as error:
-        return moved, error
-    return moved, False
+    connection: socket.socket
+    views: list[memoryview]
+    call: Move
+    events: int
+    patience_ms: int
+    progress: Callable[[int], None]
+    begin: Callable[[], None] | None
+    moved: int = 0
+    ended: bool = False
+    error: OSError | None = None
+
+    def run(self) -> None:
+        """Move what can be moved now."""
+        begin, self.begin = self.begin, None
+        if begin is not None:
+            begin()
+        until = self.moved + _STINT_BYTES
+        try:
+            while self.views and self.moved < until:
+                try:
+                    now = self.call(self.views)
+                except BlockingIOError:
+                    if self.patience_ms and _is_ready(
+                        self.connection, self.events, self.patience_ms
+                    ):
+                        continue
+                    return
+                if not now:
+                    self.ended = True
+                    return
+                self._advance(now)
+                self.progress(self.moved)
+        except OSError as error:
+            self.error = error
+
+    def _advance(self, now: int) -> None:
+        self.moved += now
+        views, done = self.views, 0
+        while done < len(views) and now >= len(views[done]):
+            now -= len(views[done])
+            done += 1
+        del views[:done]
+        if now:
+            views[0] = views[0][now:]
 
 
 def _is_ready(connection: socket.socket, events: int, patience_ms: int) -> bool:

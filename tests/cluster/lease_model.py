@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 from rig import SPEC, STRIDE, TOKENS_PER_BLOCK, pattern, prompt
 
 from flexkv.backends.remote.heads import checksums
@@ -26,7 +27,7 @@ from flexkv.errors import CapacityError
 from flexkv.groups import WHOLE, split
 from flexkv.keys import Keyring
 from flexkv.memory import Arena
-from flexkv.model import HOST, LANDED, PEER, Identity, KeyArray
+from flexkv.model import HOST, LANDED, PEER, Identity
 from flexkv.testing.loop import VirtualLoop
 
 SLOTS, TTL_S = 8, 4.0
@@ -41,7 +42,7 @@ class Held:
 
     lease: Lease
     loan: Loan
-    keys: KeyArray  # of the blocks on lease
+    checksums: NDArray[np.uint64]
     tokens: list[int]
     numbers: list[int]  # which blocks of the prompt they are
     life: int
@@ -119,9 +120,9 @@ class Walk:
         if loan.lease is None:
             self.seen["nothing"] += 1
             return
-        mine = np.flatnonzero(loan.statuses == LANDED).tolist()
-        there = [numbers[i] for i in mine]
-        self.held.append(Held(loan.lease, loan, keys[there], tokens, there, self.life))
+        there = [numbers[i] for i in np.flatnonzero(loan.statuses == LANDED).tolist()]
+        sums = await self.lender.vouch(loan)
+        self.held.append(Held(loan.lease, loan, sums, tokens, there, self.life))
         self.seen["leased"] += 1
 
     async def read(self) -> None:
@@ -134,7 +135,7 @@ class Walk:
         slots = held.loan.slots
         is_open = held.life == self.life and not held.lease.over
         is_open &= self.now < held.lease.expires
-        found = checksums(self.arena, slots, held.keys, SPEC.block_bytes) == held.loan.checksums
+        found = checksums(self.arena, slots, held.loan.keys, SPEC.block_bytes) == held.checksums
         for good, slot, number in zip(found, slots.tolist(), held.numbers, strict=True):
             content = self.arena.view(slot)[: SPEC.block_bytes]
             right = np.array_equal(content, pattern(held.tokens, number))

@@ -14,6 +14,7 @@ from rig import SPEC, STRIDE, prompt
 from flexkv.brain import build_brain
 from flexkv.cluster.fetching import PeerSettings
 from flexkv.cluster.holdings import DISK_MEDIUM, HOST_MEDIUM, REMOTE_MEDIUM, Delta, Holdings
+from flexkv.cluster.lender import Loan
 from flexkv.model import DAMAGED, FAILED, HOST, LANDED, MISSING, PEER, SKIPPED
 from flexkv.protocols import BlockIO
 
@@ -260,14 +261,14 @@ async def test_bytes_that_do_not_fit_their_checksum_are_damaged(known: Known) ->
     async with open_owner(known=known) as owner, open_reader(known) as reader:
         await owner.rig.put(prompt(1, BLOCKS))
         known.hold(ALL, 0)
-        lend = owner.lender.lend
+        vouch = owner.lender.vouch_here
 
-        async def damaging(*arguments: Any) -> Any:
-            loan = await lend(*arguments)
+        def damaging(loan: Loan) -> Any:
+            sums = vouch(loan)
             owner.rig.kv._stack.arena.view(int(loan.slots[2]))[7] ^= 1
-            return loan
+            return sums
 
-        owner.lender.lend = damaging  # type: ignore[method-assign]
+        owner.lender.vouch_here = damaging  # type: ignore[method-assign]
         statuses = await reader.read(prompt(1, BLOCKS))
         assert statuses.tolist() == [LANDED, LANDED, DAMAGED, LANDED, LANDED, LANDED]
 
