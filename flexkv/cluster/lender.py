@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flexkv.cluster.blocks import Sums
 from flexkv.cluster.leases import Lease, LeaseTable, Token
 from flexkv.completion import Completions
-from flexkv.errors import CapacityError
+from flexkv.errors import CapacityError, FlexKVError
 from flexkv.lanes import Lane
 from flexkv.memory import Arena
 from flexkv.model import (
@@ -100,6 +100,7 @@ class Lender:
 
         Raises:
             CapacityError: readers hold too much, or it took too long; nothing is held.
+            FlexKVError: this node's manager is closing or broken.
         """
         with anyio.move_on_after(deadline_s):
             return await self._lend(reader, keys)
@@ -140,8 +141,7 @@ class Lender:
         try:
             far = self._index.states(host, lease.blocks) != READY
             if far.any() and self._promote is not None:
-                self._index.pin(lease.blocks[far])
-                await self._promote(lease.blocks[far], lease.keys[far]).settled()
+                await self._bring(self._promote, lease.blocks[far], lease.keys[far])
             near = self._index.states(host, lease.blocks) == READY
             lease.slots = self._index.slots(host, lease.blocks[near])
             statuses[there[near]] = LANDED
@@ -156,6 +156,16 @@ class Lender:
         table.renew(lease, self._completions.now())
         self._deadlines.add(lease)
         return Loan(statuses, lease, lease.slots, lease.keys[near])
+
+    async def _bring(self, promote: Promote, blocks: BlockIds, keys: KeyArray) -> None:
+        """Wait until blocks have come into the host, or could not."""
+        self._index.pin(blocks)
+        try:
+            transfer = promote(blocks, keys)
+        except FlexKVError:  # the manager is closing, or broken: the pins are still ours
+            self._index.unpin(blocks)
+            raise
+        await transfer.settled()
 
     async def vouch(self, loan: Loan) -> NDArray[np.uint64]:
         """Return the checksums of blocks that are on lease.

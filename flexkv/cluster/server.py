@@ -22,7 +22,7 @@ from flexkv.cluster import tcp
 from flexkv.cluster.blocks import views_of
 from flexkv.cluster.leases import LeaseError, Token
 from flexkv.cluster.lender import Lender, Loan
-from flexkv.errors import CapacityError
+from flexkv.errors import CapacityError, FlexKVError
 from flexkv.memory import Arena
 from flexkv.model import Identity
 from flexkv.telemetry import log
@@ -168,7 +168,7 @@ class PeerServer:
         limit_s = min(request.deadline_ms / 1e3, _LONGEST_S)
         try:
             loan = await self._lender.lend(reader, keys, limit_s)
-        except CapacityError as error:
+        except FlexKVError as error:
             log.debug("peer.busy", reader=reader, error=str(error))
             await link.send(wire.pack(wire.Refusal(request.request, "busy")))
             return

@@ -22,7 +22,7 @@ from flexkv.cluster import server, tcp
 from flexkv.cluster.fetching import PeerSettings
 from flexkv.cluster.leases import Token
 from flexkv.cluster.peerlink import Grant, Me, PeerLink
-from flexkv.errors import CapacityError, ConfigError
+from flexkv.errors import CapacityError, ClosedError, ConfigError
 from flexkv.model import DAMAGED, LANDED, MISSING, SKIPPED, SlotIds, Statuses
 
 BLOCKS = 6
@@ -149,6 +149,19 @@ async def test_what_is_on_disk_is_lent_also_where_the_host_has_no_room(tmp_path:
         plan.cancel()
         await link.release([grant.token], epoch=1, deadline_s=20)
         await owner.unpinned()
+
+
+async def test_what_cannot_be_brought_is_refused_and_not_left_pinned(tmp_path: Path) -> None:
+    def closed(blocks: Any, keys: Any) -> Any:
+        raise ClosedError("the manager is closing")
+
+    async with open_owner(tmp_path, host=8) as owner, linked(owner) as link:
+        await owner.rig.put(TOKENS)
+        await owner.rig.push_out(900)
+        owner.lender._promote = closed
+        with pytest.raises(CapacityError):
+            await lease(link)
+        assert owner.pinned == 0
 
 
 class Late:
