@@ -100,7 +100,7 @@ class Owner:
 
     async def unpinned(self) -> None:
         """Wait until nothing is pinned."""
-        with anyio.fail_after(20):
+        with anyio.fail_after(90):
             await self.lender.drained()
         assert self.pinned == 0
 
