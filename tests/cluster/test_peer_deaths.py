@@ -167,7 +167,7 @@ async def test_an_owner_killed_after_the_lease_was_given_costs_a_failure() -> No
     async with owner_child(known) as owner:
         known.addresses[0, "doomed"] = "somewhere"
         courier = Doomed(owner)
-        async with open_reader(known, settings=PATIENT, courier=courier) as reader:
+        async with open_reader(known, settings=PATIENT, courier=lambda arena: courier) as reader:
             with anyio.fail_after(60):
                 assert (await reader.read(TOKENS)).tolist() == [FAILED] * BLOCKS
 

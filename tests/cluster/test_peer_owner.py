@@ -198,7 +198,7 @@ async def test_another_engine_pulls_what_is_on_lease_and_nothing_of_what_is_not(
         known.hold(range(BLOCKS), 0)
         known.addresses[0, "late"] = place
         courier = Late(owner)
-        async with open_reader(known, courier=courier, settings=settings) as reader:
+        async with open_reader(known, courier=lambda arena: courier, settings=settings) as reader:
             courier.reader = reader
             statuses = (await reader.read(TOKENS)).tolist()
         await owner.unpinned()
