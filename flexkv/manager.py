@@ -147,20 +147,27 @@ class KVManager(Ahead):
             stack.plans.read, parts, computed_tokens // size, kind, weighed=weighed
         )
 
-    def computed(self, tokens: int, elapsed_ms: float, *, past_tokens: int = 0) -> None:
+    def computed(
+        self, tokens: int, elapsed_ms: float, *, past_tokens: int = 0, share: float = 1.0
+    ) -> None:
         """Tell how long the engine took to prefill `tokens` behind `past_tokens` that were there.
 
-        `fetch_or_recompute` learns from it what computing costs; without that it is ignored.
+        `fetch_or_recompute` learns from it what computing costs and how busy accelerators are;
+        without that it is ignored.
+
+        Args:
+            tokens: 0 for other work, of which only the time counts.
+            share: of the engine's accelerators, with which it was done.
         """
         stack = self._stack
-        if min(tokens, past_tokens, elapsed_ms) < 0:
+        if min(tokens, past_tokens, elapsed_ms, share) < 0:
             raise InputError(
-                f"tokens ({tokens}), past_tokens ({past_tokens}) and elapsed_ms ({elapsed_ms}) "
-                "must not be negative"
+                f"tokens ({tokens}), past_tokens ({past_tokens}), elapsed_ms ({elapsed_ms}) and "
+                f"share ({share}) must not be negative"
             )
         if stack.worth is not None:
             now = stack.completions.now()
-            stack.worth.computed(tokens, past_tokens, elapsed_ms / 1e3, now)
+            stack.worth.computed(tokens, past_tokens, elapsed_ms / 1e3, now, share)
 
     def put_match(
         self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE, held: Held = None

@@ -306,9 +306,9 @@ class BlockingKVManager:
         """See KVManager.retain."""
         return self.call(self._kv.retain, tokens, **hint)
 
-    def computed(self, tokens: int, elapsed_ms: float, *, past_tokens: int = 0) -> None:
+    def computed(self, tokens: int, elapsed_ms: float, **more: Any) -> None:
         """See KVManager.computed."""
-        self.call(self._kv.computed, tokens, elapsed_ms, past_tokens=past_tokens)
+        self.call(self._kv.computed, tokens, elapsed_ms, **more)
 
     def wait(
         self, transfers: Iterable[BlockingTransfer], *, timeout_ms: float | None = None

@@ -7,15 +7,19 @@ Synchronous, without a clock: `now` is an argument.
 A prefix is fetched from its beginning, without gaps, and what is behind it is computed when it is
 there: each token attends to all before it. So the two do not overlap within a request, and
 
-    time(k) = fetch(blocks before k) + weight * compute(blocks from k on)
+    time(k) = fetch(blocks before k) + compute(blocks from k on) * weight / (1 - busy)
 
-is least for the k to keep. Stores are read side by side, all blocks share the way from the host to
-the device, and the last piece of a read passes that way alone. What other gets have under way
-counts as far as they take turns with this one: min(what they still move, what it moves).
+is least for the k to keep. A second of computing that is put on an accelerator which is busy for
+the share `busy` of the time keeps it from idling for 1 / (1 - busy) seconds (the busy period of a
+queue, Kleinrock 1975, volume 1, 5.8), and whoever comes meanwhile waits for it. Stores are read
+side by side, all blocks share the way from the host to the device, and the last piece of a read
+passes that way alone. What other gets have under way counts as far as they take turns with this
+one: min(what they still move, what it moves).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +38,10 @@ def prefill_tokens(tokens: Units, crossover_tokens: float = CROSSOVER_TOKENS) ->
     A token at position p costs 1 + p / crossover: linear layers, and attention to what is before.
     """
     return tokens * (1.0 + tokens / (2.0 * crossover_tokens))
+
+
+_BUSY_S = 30.0  # over which the share is taken
+_BUSIEST = 0.98  # more is not believed: what is measured lags behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,7 @@ class Worth:
         self.fetching = {tier: LineEstimate(limits.margin) for tier in tiers}
         self.prefill = LineEstimate(limits.margin, 1 / rate if rate else None)
         self.probes = 0
+        self._busy_s, self._busy_at = 0.0, -math.inf  # fading
         self._tried_at = dict.fromkeys(tiers, 0.0)
         self._loads: dict[int, Load] = {}  # by the id of the graph that is being moved
         self._flying = dict.fromkeys(tiers, 0)  # bytes between begin and end
@@ -144,12 +153,22 @@ class Worth:
 
     # what computing takes
 
-    def computed(self, tokens: int, past_tokens: int, elapsed_s: float, now: float) -> None:
-        """Take in that the engine computed `tokens` behind `past_tokens` in `elapsed_s`."""
+    def computed(
+        self, tokens: int, past_tokens: int, elapsed_s: float, now: float, share: float = 1.0
+    ) -> None:
+        """Take in that the engine computed `tokens` behind `past_tokens` in `elapsed_s`, with this
+        share of its accelerators.
+        """
+        self._busy_s = self.busy(now) * _BUSY_S + elapsed_s * share
+        self._busy_at = now
         crossover = self.limits.crossover_tokens
         before = prefill_tokens(float(past_tokens), crossover)
         units = prefill_tokens(float(past_tokens + tokens), crossover) - before
         self.prefill.add(units, elapsed_s, now)
+
+    def busy(self, now: float) -> float:
+        """Return the share of the time that accelerators computed lately."""
+        return self._busy_s / _BUSY_S * math.exp((self._busy_at - now) / _BUSY_S)
 
     # the decision
 
@@ -163,7 +182,7 @@ class Worth:
             sources: for each group of layers the number of the tier that each block comes from.
         """
         count = len(sources[0])
-        seconds = self.seconds(sources, first)
+        seconds = self.seconds(sources, first, now)
         if seconds is None:
             return count
         best = count - int(np.argmin(seconds[::-1]))  # the longest of equals
@@ -178,7 +197,7 @@ class Worth:
         return min(count, best + self.chunk_blocks)
 
     def seconds(
-        self, sources: Sequence[NDArray[np.int64]], first: int
+        self, sources: Sequence[NDArray[np.int64]], first: int, now: float
     ) -> NDArray[np.float64] | None:
         """Return time(k) for k = 0..blocks, as the module says; None where something is not known
         that it takes.
@@ -209,7 +228,8 @@ class Worth:
                 np.maximum(fetch_s, np.where(sizes > 0, read_s, 0.0), out=fetch_s)
         ends: NDArray[np.float64] = (first + np.arange(count + 1.0)) * self.tokens_per_block
         done = prefill_tokens(ends, self.limits.crossover_tokens)
-        compute_s = self.limits.weight * self.prefill.unit_s * (done[-1] - done)
+        weight = self.limits.weight / (1 - min(_BUSIEST, self.busy(now)))
+        compute_s = weight * self.prefill.unit_s * (done[-1] - done)
         return np.asarray(fetch_s + compute_s, np.float64)
 
     def _before(self, tier: str, sizes: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -213,7 +213,7 @@ def test_gets_that_are_cancelled_leave_no_backlog(tmp_path: Path) -> None:
             sources = [np.ones(2, np.int64)]
             for _ in range(2):
                 await get_from_disk(rig)
-            seconds = worth.seconds(sources, 0)
+            seconds = worth.seconds(sources, 0, 1.0)
             assert seconds is not None
             assert seconds[-1] == pytest.approx(2 * FAST_S, rel=0.1)
 

@@ -108,9 +108,10 @@ def test_a_load_beside_other_work_is_hidden_and_alone_it_is_exposed() -> None:
     spill=st.sampled_from(["through", "on_evict", "never"]),
     speed=st.sampled_from([0.1, 1.0, 20.0]),
     accelerators=st.integers(1, 3),
+    weighed=st.booleans(),
 )
 def test_the_books_balance_whatever_arrives(
-    seed: int, host: int, disk: int, spill: str, speed: float, accelerators: int
+    seed: int, host: int, disk: int, spill: str, speed: float, accelerators: int, weighed: bool
 ) -> None:
     report = run(
         made_requests(seed, 40),
@@ -120,14 +121,52 @@ def test_the_books_balance_whatever_arrives(
         spill=spill,
         speed=speed,
         accelerators=accelerators,
+        fetch_or_recompute=weighed,
     )  # holds its own books; the sums that a reader makes must agree too
     figures = report.as_json()
     assert sum(figures["hit_percent"].values()) <= 100 + 1e-9
     for one in report.responses:
         parts_s = one.exposed_s + one.hidden_s + one.queue_s + one.prefill_s
         assert parts_s == pytest.approx(one.ttft_s, abs=1e-6)
-        assert sum(one.by_tier.values()) == one.matched <= one.blocks
+        assert sum(one.by_tier.values()) == one.matched
+        assert one.matched + sum(one.declined.values()) <= one.blocks
+        assert weighed or not one.declined
         assert min(one.exposed_s, one.hidden_s, one.queue_s, one.prefill_s) > -1e-9
+
+
+def two_prompts_in_turn(rounds: int) -> list[TraceRequest]:
+    """Prompts that push each other out of a host of 8 blocks, with nothing else under way."""
+    prompts = (range(8), range(100, 108))
+    return [request(100 * number, *prompts[number % 2]) for number in range(2 * rounds)]
+
+
+def test_what_is_computed_sooner_than_read_is_computed_once_that_is_known() -> None:
+    # a block takes 25 ms from disk and 16 ms to compute
+    plain = run(two_prompts_in_turn(4), chunk=2, host_blocks=8)
+    settings = {"fetch_or_recompute": True, "fetch_probe_s": 1e6}
+    weighed = run(two_prompts_in_turn(4), chunk=2, host_blocks=8, **settings)
+    first, last = weighed.responses[2], weighed.responses[-1]
+    assert first.by_tier == {"host": 0, "disk": 8}, "nothing was known"
+    assert (last.matched, last.declined) == (0, {"disk": 8})
+    assert last.ttft_s == pytest.approx(8 * 0.016 + 0.008)
+    assert plain.responses[-1].ttft_s > 8 * READ_S
+    assert weighed.as_json()["declined_percent"]["disk"] > 0
+    assert plain.as_json()["declined_percent"] == {"host": 0.0, "disk": 0.0}
+
+
+def test_where_reading_is_sooner_weighing_changes_nothing() -> None:
+    settings: dict[str, Any] = {"chunk": 2, "host_blocks": 8, "recompute_weight": 2.0}
+    plain, weighed = (
+        run(two_prompts_in_turn(4), fetch_or_recompute=on, **settings) for on in (False, True)
+    )
+    assert plain.as_json() == weighed.as_json()
+
+
+def test_a_prefill_model_says_where_attention_costs_as_much_as_the_rest() -> None:
+    model = shape("llama-3.1-8b")
+    position = int(model.crossover_tokens())
+    attention = model.attention_flops(1, position - 1)
+    assert attention == pytest.approx(2 * model.linear_weights(), rel=1e-3)
 
 
 def test_a_leg_that_loses_bytes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,18 @@ def test_a_weight_keeps_work_from_busy_accelerators() -> None:
     assert keep(Model(lines, 1000, weight=2.0), [1] * 4) == 4
 
 
+def test_busy_accelerators_are_spared_and_idle_ones_are_not() -> None:
+    model = Model({HOST: (0.0, 1e-6), DISK: (0.0, 0.02)}, 1000, probe_s=math.inf)
+    assert keep(model, [1] * 4) == 0  # 0.069 s against 0.08 s
+    for second in range(120):  # two accelerators, each of them busy half of the time
+        for _ in range(2):
+            model.worth.computed(0, 0, 0.5, float(second), share=0.5)
+    assert model.worth.busy(119.0) == pytest.approx(0.5, abs=0.03)
+    assert keep(model, [1] * 4, now=119.0) == 4
+    assert model.worth.tokens_per_s() == 1000, "work without tokens says nothing of the rate"
+    assert keep(model, [1] * 4, now=600.0) == 0
+
+
 def test_a_declined_tier_is_tried_again_with_a_chunk_and_comes_back() -> None:
     model = Model({HOST: (0.0, 1e-6), DISK: (0.0, 1.0)}, 1000, probe_s=10)
     seen_at = model.worth.fetching[DISK].seen_at
@@ -176,7 +188,7 @@ def test_what_other_gets_have_under_way_counts() -> None:
     for graph in others:
         model.worth.watch(graph)
     # they take turns: 4 blocks of the long one and 3 of the short one go before our last
-    fetch_s = model.worth.seconds([np.ones(4, np.int64)], 0)
+    fetch_s = model.worth.seconds([np.ones(4, np.int64)], 0, 2.0)
     assert fetch_s is not None
     assert fetch_s[-1] == pytest.approx((4 + 4 + 3) * 0.01, rel=1e-2)
     assert keep(model, [1] * 4) == 0
@@ -190,9 +202,9 @@ def test_a_prefetch_counts_with_what_is_on_its_way_only() -> None:
     model = Model({HOST: (0.0, 1e-6), DISK: (0.0, 0.01)}, 1000)
     prefetch = graph_of(DISK, 100, PRIORITY_PREFETCH)
     model.worth.watch(prefetch)
-    before = model.worth.seconds([np.ones(4, np.int64)], 0)
+    before = model.worth.seconds([np.ones(4, np.int64)], 0, 2.0)
     batch = model.worth.begin(prefetch, prefetch.ops[0], 2.0, 5)
-    after = model.worth.seconds([np.ones(4, np.int64)], 0)
+    after = model.worth.seconds([np.ones(4, np.int64)], 0, 2.0)
     assert before is not None
     assert after is not None
     assert after[-1] - before[-1] == pytest.approx(5 * 0.01, rel=1e-2)

@@ -48,6 +48,10 @@ class ModelShape:
         pairs = new_tokens * past_tokens + new_tokens * (new_tokens + 1) / 2
         return 4.0 * self.layers * self.heads * self.head_dim * pairs
 
+    def crossover_tokens(self) -> float:
+        """Return the position at which attention takes as many FLOPs as the linear layers."""
+        return self.linear_weights() / (2 * self.layers * self.heads * self.head_dim)
+
     def prefill_flops(self, new_tokens: int, past_tokens: int = 0) -> float:
         """Return the FLOPs of prefilling `new_tokens` after `past_tokens`, one token's logits."""
         linear = 2.0 * new_tokens * self.linear_weights()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from flexkv.brain import Brain, brain_for
 from flexkv.config import FlexKVConfig
+from flexkv.cuts import read
 from flexkv.errors import CapacityError, ConfigError
 from flexkv.groups import GroupKeys
 from flexkv.model import Copy, KeyArray, KVSpec, Statuses, TransferGraph
@@ -28,11 +29,13 @@ SPILLS_IN_FLIGHT = 2
 
 @dataclass(slots=True)
 class Moved:
-    """What one get or put did: blocks `matched` by a get, by the tier they came from; blocks that a
-    put `stored` anew, or that it was `refused`; bytes of its own graph by edge.
+    """What one get or put did: blocks `matched` by a get, by the tier they came from, and those
+    that it `declined` by the tier they were in; blocks that a put `stored` anew, or that it was
+    `refused`; bytes of its own graph by edge.
     """
 
     matched: int = 0
+    declined: dict[str, int] = field(default_factory=dict)
     by_tier: dict[str, int] = field(default_factory=dict)
     stored: int = 0
     refused: bool = False
@@ -60,6 +63,7 @@ class VirtualCache:
             lane_bytes=config.device_bytes_in_flight,
             staging_blocks=config.staging_slots(self.spec),
             commit=self._commit,
+            worth=self.brain.worth,
         )
         self._offers = Offers(
             self.ledger, queue_blocks=config.spill_queue_blocks, batch_blocks=chunk_blocks
@@ -88,9 +92,11 @@ class VirtualCache:
     # what callers do
 
     def get(self, keys: KeyArray, result: Moved) -> Task:
-        """Match and bring the longest readable prefix to the device."""
-        found = self.planner.match([GroupKeys(keys)])
-        blocks = found.blocks[0]
+        """Match and bring the longest readable prefix to the device, as far as it is worth that."""
+        clock = self._tasks.clock
+        found = read(self.planner, self.brain.worth, [GroupKeys(keys)], 0, clock.now_s)
+        result.declined = found.declined
+        blocks = found.match.blocks[0]
         count = len(blocks)
         places = np.arange(count, dtype=np.uint32)
         get = self.planner.plan_get(blocks, keys[:count], places, self._now)
@@ -117,6 +123,12 @@ class VirtualCache:
             yield from self.engine.run(run)
         self.planner.release(graph.blocks)
         result.moved_bytes = run.moved_bytes
+
+    def computed(self, tokens: int, past_tokens: int, elapsed_s: float, share: float) -> None:
+        """See KVManager.computed."""
+        if self.brain.worth is not None:
+            now_s = self._tasks.clock.now_s
+            self.brain.worth.computed(tokens, past_tokens, elapsed_s, now_s, share)
 
     # what follows by itself
 

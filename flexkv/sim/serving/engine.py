@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flexkv.model import DEVICE, HOST, Copy, Statuses, TransferGraph
 from flexkv.sim.serving.legs import Lane, Leg
 from flexkv.sim.serving.tasks import Happening, Task, Tasks
+from flexkv.worth import Worth
 
 Edge = tuple[str, str]  # source, target
 Commit = Callable[[TransferGraph, Copy, NDArray[np.int64], Statuses], None]
@@ -49,6 +50,7 @@ class VirtualEngine:
         legs: by edge; stores need both directions from and to the host.
         chunk_blocks, block_bytes, lane_bytes, staging_blocks: as the engine has them.
         commit: told what an op, or a slice of it, achieved.
+        worth: told how long batches took.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class VirtualEngine:
         lane_bytes: int,
         staging_blocks: int,
         commit: Commit,
+        worth: Worth | None = None,
     ) -> None:
         self._tasks, self.legs, self._commit = tasks, legs, commit
+        self._worth = worth
         self._chunk_blocks, self._block_bytes = chunk_blocks, block_bytes
         self._lanes = {edge: Lane(tasks, lane_bytes) for edge in (*legs, *_past_the_host(legs))}
         self._staging_blocks = max(1, staging_blocks)
@@ -80,6 +84,8 @@ class VirtualEngine:
             if copy.landing:
                 self._landings[copy.landing] = op
             ops.append(op)
+        if self._worth is not None:
+            self._worth.watch(graph)
         return Run(graph, ops)
 
     def run(self, run: Run) -> Task:
@@ -138,6 +144,8 @@ class VirtualEngine:
         turn = lane.acquire(size_bytes, run.graph.priority)
         if turn is not None:
             yield turn
+        worth, clock = self._worth, self._tasks.clock
+        batch = worth.begin(run.graph, copy, clock.now_s, blocks) if worth is not None else None
         if copy.target.place == DEVICE and copy.source.place != HOST:
             yield from self._through_staging(run, copy.source.place, blocks)
         else:
@@ -146,7 +154,10 @@ class VirtualEngine:
         self.ops += 1
         self.moved_bytes[edge] += size_bytes
         run.moved_bytes[edge] = run.moved_bytes.get(edge, 0) + size_bytes
-        self._commit(run.graph, copy, positions, np.zeros(blocks, np.uint8))
+        statuses = np.zeros(blocks, np.uint8)
+        if worth is not None:
+            worth.end(batch, clock.now_s, statuses)
+        self._commit(run.graph, copy, positions, statuses)
 
     def _through_staging(self, run: Run, store: str, blocks: int) -> Task:
         for start in range(0, blocks, self._staging_blocks):

@@ -39,6 +39,7 @@ class Compute:
 
     def __init__(self, tasks: Tasks, accelerators: int) -> None:
         self._tasks, self._free = tasks, accelerators
+        self.accelerators = accelerators
         self._waiting: deque[Happening] = deque()
         self._since_s = 0.0
         self._idle_s = self._busy_s = 0.0
@@ -84,6 +85,7 @@ class Response:
     blocks: int
     matched: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
+    declined: dict[str, int] = field(default_factory=dict)  # computed, because that is sooner
     exposed_s: float = 0.0
     hidden_s: float = 0.0
     load_s: float = 0.0
@@ -115,12 +117,17 @@ class Report:
         """Return the figures as plain data."""
         blocks = sum(one.blocks for one in self.responses)
         tiers = list(self.capacity_blocks)
-        hits = {tier: sum(one.by_tier.get(tier, 0) for one in self.responses) for tier in tiers}
+
+        def percent(counts: str) -> dict[str, float]:
+            sums = {t: sum(getattr(one, counts).get(t, 0) for one in self.responses) for t in tiers}
+            return {tier: 100 * count / blocks if blocks else 0.0 for tier, count in sums.items()}
+
         return {
             "requests": len(self.responses),
             "accesses": blocks,
             "capacity_blocks": dict(self.capacity_blocks),
-            "hit_percent": {t: 100 * n / blocks if blocks else 0.0 for t, n in hits.items()},
+            "hit_percent": percent("by_tier"),
+            "declined_percent": percent("declined"),
             "ttft_ms": {f"p{p}": self.ttft_s(p) * 1e3 for p in (50, 95, 99)},
             "ttft_mean_ms": {
                 part: float(np.mean([getattr(one, f"{part}_s") for one in self.responses])) * 1e3
@@ -229,6 +236,7 @@ class _Serving:
         if got.matched:
             yield self._tasks.after(self._costs.get_s(near, got.matched - near))
         response.matched, response.by_tier = got.matched, got.by_tier
+        response.declined = got.declined
         idle_end_s, busy_end_s = self._compute.times()
         response.exposed_s, response.hidden_s = idle_end_s - idle_s, busy_end_s - busy_s
         response.load_s = clock.now_s - response.arrival_s
@@ -237,8 +245,10 @@ class _Serving:
             yield turn
         response.queue_s = clock.now_s - response.arrival_s - response.load_s
         past = min(got.matched * self._trace.tokens_per_block, max(0, request.input_tokens - 1))
-        response.prefill_s = self._prefill(request.input_tokens - past, past)
+        new = request.input_tokens - past
+        response.prefill_s = self._prefill(new, past)
         yield self._tasks.after(response.prefill_s)
+        self._cache.computed(new, past, response.prefill_s, 1 / self._compute.accelerators)
         response.ttft_s = clock.now_s - response.arrival_s
         self._compute.give()
         if self._decode_s:

@@ -90,7 +90,11 @@ class Setup:
             spec=spec,
             host_cache_bytes=host_blocks * spec.stride_bytes,
             disk_cache_bytes=disk_blocks * spec.stride_bytes,
-            **{"chunk_bytes": CHUNK_BLOCKS * spec.stride_bytes} | self.settings,
+            **{
+                "chunk_bytes": CHUNK_BLOCKS * spec.stride_bytes,
+                "prefill_crossover_tokens": self.compute.model.crossover_tokens(),
+            }
+            | self.settings,
         )
 
     def run(
