@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from made_traces import made_requests
 
 from flexkv.errors import ConservationError, InputError
-from flexkv.model import DEVICE, DISK, HOST
+from flexkv.model import DEVICE, DISK, HOST, KVSpec
 from flexkv.sim.compute import ComputeModel, shape
 from flexkv.sim.profiles import hardware
 from flexkv.sim.serving.engine import Edge
@@ -57,6 +57,8 @@ def run(requests: list[TraceRequest], *, chunk: int = 64, **more: Any) -> Report
         name: more.pop(name) for name in ("host_blocks", "disk_blocks", "spill") if name in more
     }
     config = check_config(block_bytes=BLOCK, chunk_bytes=chunk * BLOCK, **sizes)
+    spec = KVSpec.uniform(1, 1, BLOCK // (2 * TOKENS), "uint8", tokens_per_block=TOKENS)
+    config = config.model_copy(update={"spec": spec, "tokens_per_block": TOKENS})
     names = [name for name in more if name in type(config).model_fields]
     config = config.model_copy(update={name: more.pop(name) for name in names})
     return serve(config, trace_of(requests), Costs(COSTS), per_token, **more)
@@ -152,6 +154,12 @@ def test_what_is_computed_sooner_than_read_is_computed_once_that_is_known() -> N
     assert plain.responses[-1].ttft_s > 8 * READ_S
     assert weighed.as_json()["declined_percent"]["disk"] > 0
     assert plain.as_json()["declined_percent"] == {"host": 0.0, "disk": 0.0}
+
+
+def test_blocks_of_other_tokens_than_the_trace_has_are_not_weighed() -> None:
+    config = check_config(block_bytes=BLOCK, host_blocks=8, fetch_or_recompute=True)
+    with pytest.raises(InputError, match="1 tokens and one of the trace 16"):
+        serve(config, trace_of([request(0, 1)]), Costs(COSTS), per_token)
 
 
 def test_where_reading_is_sooner_weighing_changes_nothing() -> None:

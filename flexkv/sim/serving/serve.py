@@ -166,6 +166,12 @@ def serve(
             f"{len(trace.requests)} requests for {accelerators} accelerators at speed {speed}: all "
             "must be more than 0"
         )
+    size = trace.tokens_per_block
+    if config.fetch_or_recompute and config.tokens_per_block != size:
+        raise InputError(
+            f"a block of the cache has {config.tokens_per_block} tokens and one of the trace {size}: "
+            "to weigh fetching against computing they must be the same"
+        )
     return _Serving(config, trace, costs, prefill, accelerators, decode_s_per_token).run(
         speed, progress
     )
