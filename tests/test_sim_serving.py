@@ -158,7 +158,7 @@ def test_what_is_computed_sooner_than_read_is_computed_once_that_is_known() -> N
 
 def test_blocks_of_other_tokens_than_the_trace_has_are_not_weighed() -> None:
     config = check_config(block_bytes=BLOCK, host_blocks=8, fetch_or_recompute=True)
-    with pytest.raises(InputError, match="1 tokens and one of the trace 16"):
+    with pytest.raises(InputError, match="1 tokens and one of the trace 16:"):
         serve(config, trace_of([request(0, 1)]), Costs(COSTS), per_token)
 
 

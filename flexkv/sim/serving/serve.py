@@ -169,8 +169,8 @@ def serve(
     size = trace.tokens_per_block
     if config.fetch_or_recompute and config.tokens_per_block != size:
         raise InputError(
-            f"a block of the cache has {config.tokens_per_block} tokens and one of the trace {size}: "
-            "to weigh fetching against computing they must be the same"
+            f"a block of the cache has {config.tokens_per_block} tokens and one of the trace "
+            f"{size}: fetch_or_recompute needs the same number"
         )
     return _Serving(config, trace, costs, prefill, accelerators, decode_s_per_token).run(
         speed, progress
