@@ -1,5 +1,5 @@
 """What something costs by its size, learned from what was seen of it: `LineEstimate.add`,
-`seconds`, `known`.
+`seconds`, `share_s`, `known`.
 
 A line (seconds = `first_s` + units * `unit_s`) is fitted to relative errors, so that large samples
 say no more than small ones, and newer samples count more: each takes a share of `_SHARE`, and old
@@ -39,7 +39,18 @@ class LineEstimate:
             known until then.
     """
 
-    __slots__ = ("_margin", "_slow", "_sums", "first_s", "known", "seen", "seen_at", "unit_s")
+    __slots__ = (
+        "_margin",
+        "_mean",
+        "_sizes",
+        "_slow",
+        "_sums",
+        "first_s",
+        "known",
+        "seen",
+        "seen_at",
+        "unit_s",
+    )
 
     def __init__(self, margin: float, unit_s: float | None = None) -> None:
         self._margin = margin
@@ -47,11 +58,21 @@ class LineEstimate:
         self.first_s, self.unit_s = 0.0, unit_s or 0.0
         self.seen, self.seen_at = 0, -math.inf
         self._slow = 0  # samples in a row
+        self._sizes, self._mean = (0.0, 0.0), math.inf  # samples and their units; mean in use
         self._sums: tuple[float, ...] = (0.0,) * 5  # of weights w, w x, w y, w x x, w x y
 
     def seconds(self, units: Units) -> Units:
         """Return what so many units take, by the line in use."""
         return self.first_s + units * self.unit_s
+
+    @property
+    def share_s(self) -> float:
+        """Seconds of a unit with its share of what a sample of mean size takes in any case.
+
+        Where all samples are small, `unit_s` says little: it may be 0 where small ones take equally
+        long. This one errs towards too much for larger sizes.
+        """
+        return self.unit_s + self.first_s / self._mean
 
     def add(self, units: float, elapsed_s: float, now: float) -> None:
         """Take in that `units` (> 0) took `elapsed_s` (> 0); others say nothing and are left out.
@@ -81,6 +102,8 @@ class LineEstimate:
         self._sums = tuple(
             keep * old + weight * new for old, new in zip(self._sums, sample, strict=True)
         )
+        count, total = self._sizes
+        self._sizes = keep * count + 1.0, keep * total + units
         self._follow(units)
 
     def _fit(self) -> tuple[float, float]:
@@ -105,4 +128,5 @@ class LineEstimate:
             said, found = self.seconds(size), first_s + size * unit_s
             if not self.known or self.seen == ENOUGH or abs(found - said) > self._margin * said:
                 self.first_s, self.unit_s, self.known = first_s, unit_s, True
+                self._mean = self._sizes[1] / self._sizes[0]
                 return

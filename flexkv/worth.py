@@ -229,7 +229,7 @@ class Worth:
         ends: NDArray[np.float64] = (first + np.arange(count + 1.0)) * self.tokens_per_block
         done = prefill_tokens(ends, self.limits.crossover_tokens)
         weight = self.limits.weight / (1 - min(_BUSIEST, self.busy(now)))
-        compute_s = weight * self.prefill.unit_s * (done[-1] - done)
+        compute_s = weight * self.prefill.share_s * (done[-1] - done)
         return np.asarray(fetch_s + compute_s, np.float64)
 
     def _before(self, tier: str, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -255,5 +255,8 @@ class Worth:
         return 1 / unit_s if unit_s else 0.0
 
     def tokens_per_s(self) -> float:
-        """Tokens prefilled per second at the start of a prompt; 0: not known."""
-        return 1 / self.prefill.unit_s if self.prefill.unit_s else 0.0
+        """Tokens prefilled per second at the start of a prompt, in steps of the mean size of those
+        that were told; 0: not known.
+        """
+        share_s = self.prefill.share_s
+        return 1 / share_s if share_s else 0.0

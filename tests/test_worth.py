@@ -308,6 +308,18 @@ def test_small_changes_leave_what_is_in_use_as_it_is() -> None:
     assert line.seconds(1e6) == pytest.approx(1.2e-3, rel=0.05)
 
 
+def test_small_samples_that_take_equally_long_do_not_make_large_ones_free() -> None:
+    # as small prompts on an accelerator that reads all weights for any of them: 10 ms each
+    line = LineEstimate(0.05)
+    for number in range(30):
+        line.add(float(20 + number % 5), 0.010, float(number))
+    assert line.unit_s < 1e-5
+    assert line.share_s == pytest.approx(0.010 / 22, rel=0.05)
+    for number in range(30):  # larger ones say what they take
+        line.add(4000.0 + number, 0.010 + (4000 + number) / 30_000, 30.0 + number)
+    assert line.share_s == pytest.approx(1 / 30_000, rel=0.15)
+
+
 def test_it_is_known_after_enough_samples_and_not_by_nonsense() -> None:
     line = LineEstimate(0.1)
     for units, seconds in ((0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, math.inf), (1.0, math.nan)):

@@ -8,6 +8,7 @@ never waits for them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -198,11 +199,17 @@ class PrefixReuse:
         """Compute `tokens` behind a restored cache, in a worker thread; return the greedy next
         token.
         """
-        return int(
-            await self._compute(
-                restored.cache, partial(run_model, self.model, tokens, restored.cache)
-            )
-        )
+        cache, past = restored.cache, int(restored.cache.get_seq_length())
+        token, elapsed_s = await self._compute(cache, partial(self._timed, tokens, cache))
+        if self.kv.config.fetch_or_recompute:
+            prompt = len(tokens) if len(tokens) > 1 else 0  # decoding says nothing of prefill
+            share = 1 / self._forwards.total_tokens
+            self.kv.computed(prompt, elapsed_s * 1e3, past_tokens=past, share=share)
+        return int(token)
+
+    def _timed(self, tokens: Sequence[int], cache: SeatCache) -> tuple[int, float]:
+        begun_s = time.perf_counter()
+        return run_model(self.model, tokens, cache), time.perf_counter() - begun_s
 
     async def _compute(self, cache: SeatCache, work: partial[Any]) -> Any:
         def step() -> Any:

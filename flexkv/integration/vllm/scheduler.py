@@ -11,7 +11,9 @@ more.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,6 +27,7 @@ from flexkv.integration.vllm.messages import StepNews
 from flexkv.integration.vllm.metrics import FlexKVStats, Metrics
 from flexkv.integration.vllm.options import Options
 from flexkv.integration.vllm.overdue import Overdue
+from flexkv.integration.vllm.pace import Pace
 from flexkv.integration.vllm.requests import State, Work, namespace_of, serves
 from flexkv.integration.vllm.saves import Saves
 from flexkv.integration.vllm.sync_loads import SyncLoads
@@ -60,6 +63,8 @@ class SchedulerSide:
         )
         config = self._options.manager_config(vllm_config, geometry, self._server)
         self.kv = BlockingKVManager(config)
+        ahead = max(2, vllm_config.parallel_config.pipeline_parallel_size)
+        self._pace = Pace(self._computed, ahead) if config.fetch_or_recompute else None
         self.kv.__enter__()
         self.kv.register(None)
         if not self._server.wait_ready(_JOIN_S):
@@ -168,6 +173,8 @@ class SchedulerSide:
     def news(self, output: Any) -> StepNews:
         """Return what the workers, and through them the scheduler, have to know with this step."""
         self._step += 1
+        if self._pace is not None:
+            self._pace.scheduled(output, time.monotonic())
         begins = self._awaiting_step == self._step
         if not output.total_num_scheduled_tokens and self.busy() and not begins:
             # Nothing is computed in this step: better to wait for the end of a transfer than to
@@ -198,6 +205,8 @@ class SchedulerSide:
 
         Failures go the other way, because vLLM has looked at failed blocks before it asks here.
         """
+        if self._pace is not None:
+            self._pace.over(time.monotonic())
         self.sync_loads.outcome(output.invalid_block_ids)
         for work in list(self._carrier.done):
             if work.failed:
@@ -262,6 +271,10 @@ class SchedulerSide:
         save.naming = self._events.naming(request, tokens, count)
         self.kv.post(self._carrier.put, save, tokens, state.namespace)
         return save
+
+    def _computed(self, tokens: int, elapsed_ms: float, past_tokens: int) -> None:
+        tell = partial(self.kv.manager.computed, past_tokens=past_tokens)
+        self.kv.post(tell, tokens, elapsed_ms)
 
     def busy(self) -> bool:
         """Whether an end, or an event, is still to be reported."""
