@@ -124,9 +124,14 @@ class LineEstimate:
         if self.seen < ENOUGH:
             return
         first_s, unit_s = self._fit()
-        for size in (units, _FAR * units):
-            said, found = self.seconds(size), first_s + size * unit_s
-            if not self.known or self.seen == ENOUGH or abs(found - said) > self._margin * said:
-                self.first_s, self.unit_s, self.known = first_s, unit_s, True
-                self._mean = self._sizes[1] / self._sizes[0]
-                return
+        count, total = self._sizes
+        far = _FAR * units
+        pairs = (
+            (self.seconds(units), first_s + units * unit_s),
+            (self.seconds(far), first_s + far * unit_s),
+            (self.share_s, unit_s + first_s * count / total),
+        )
+        off = any(abs(found - used) > self._margin * used for used, found in pairs)
+        if off or not self.known or self.seen == ENOUGH:
+            self.first_s, self.unit_s, self.known = first_s, unit_s, True
+            self._mean = total / count

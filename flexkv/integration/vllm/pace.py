@@ -11,16 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-Tell = Callable[
-    [int, float, int], object
-]  # tokens, elapsed_ms, past_tokens: see KVManager.computed
+Tell = Callable[[int, float, int], object]  # tokens, elapsed_ms, past_tokens
 
 
 class Pace:
     """Times steps.
 
     Args:
-        tell: called once for each step that computed something; tokens are those of prompts.
+        tell: called once for each step that computed something, see KVManager.computed.
         steps_ahead: how many steps are under way at once at most; one without an outcome does not
             put the others out of order.
     """
