@@ -79,7 +79,12 @@ def serve(
     if as_json:
         print_json(_json(setup, results=[trial.as_json()]))
     else:
-        Console(highlight=False).print(_table([trial]))
+        console = Console(highlight=False)
+        console.print(_table([trial]))
+        if declined := sum(trial.as_json()["declined_percent"].values()):
+            console.print(
+                f"{declined:.1f} % of all blocks were there and computed: that was sooner"
+            )
 
 
 def sweep_capacity(
@@ -260,8 +265,8 @@ def _json(setup: Setup, **more: Any) -> dict[str, Any]:
 def _table(trials: list[Trial], title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left")
     names = (
-        "host GB", "disk GB", "host hit", "disk hit", "declined", "TTFT p50", "p95", "p99 ms",
-        "exposed", "hidden", "queue ms", "$/h", "$/Mtoken",
+        "host GB", "disk GB", "host hit", "disk hit", "TTFT p50", "p95", "p99 ms", "exposed",
+        "hidden", "queue ms", "$/h", "$/Mtoken",
     )  # fmt: skip
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -273,7 +278,6 @@ def _table(trials: list[Trial], title: str = "") -> Table:
             f"{trial.disk_bytes / 1e9:.1f}",
             f"{hits['host']:.1f} %",
             f"{hits.get('disk', 0.0):.1f} %",
-            f"{sum(figures['declined_percent'].values()):.1f} %",
             *(f"{times[key]:.0f}" for key in ("p50", "p95", "p99")),
             *(f"{means[key]:.1f}" for key in ("exposed", "hidden", "queue")),
             f"{trial.usd_per_hour:.2f}",
