@@ -238,8 +238,21 @@ async def _join(
     """Make this node a member of its cluster, if there is one, and the others' blocks a store."""
     if config.cluster_redis_url is None:
         return None
-    remote = stores.get(REMOTE)
-    member = Member(config, brain.planner, services, events.listen(), telemetry, remote=remote)
+    remote, courier = stores.get(REMOTE), None
+    if config.cluster_courier == "mooncake":
+        from flexkv.cluster.mooncake_courier import MooncakeCourier
+
+        size, options = services.identity.spec.block_bytes, config.cluster_options.get("courier")
+        courier = MooncakeCourier(services.arena, size, options)
+    member = Member(
+        config,
+        brain.planner,
+        services,
+        events.listen(),
+        telemetry,
+        remote=remote,
+        courier=courier,
+    )
     closer.push_async_callback(member.aclose)
     await member.open()
     stores[PEER] = member.store

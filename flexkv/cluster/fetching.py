@@ -52,6 +52,13 @@ class Courier(Protocol):
 
     name: ClassVar[str]
 
+    async def lend(self, host: str) -> str:
+        """Let others read our arena, while this is open; `host` is what they know us as.
+
+        Returns the address that nodes list.
+        """
+        ...
+
     async def fetch(
         self, address: str, grant: Grant, offsets: NDArray[np.uint64], slots: SlotIds
     ) -> Statuses:

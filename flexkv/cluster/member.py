@@ -109,7 +109,8 @@ class Member:
         bound = self.server.bind(config.cluster_listen)
         addresses = {"tcp": _advertised(config, self._settings, bound)}
         if self._courier is not None:
-            addresses[self._courier.name] = getattr(self._courier, "address", addresses["tcp"])
+            host, _ = tcp.parse(addresses["tcp"])
+            addresses[self._courier.name] = await self._courier.lend(host)
         await self.store.open(self._services)
         record = NodeRecord(
             node=self.node,

@@ -1,6 +1,6 @@
 """Blocks between nodes by Mooncake's Transfer Engine: `MooncakeCourier`, one-sided batched reads.
 
-`lend` (let others read our arena; returns the address that nodes list) - `fetch` - `aclose`.
+`lend` (let others read our arena) - `fetch` - `aclose`.
 Engines run in children (see `flexkv.backends.remote.mooncake_process`): one that lends, and some
 that fetch, one batch each at a time. A fetch that is given up ends with its child, so that no byte
 lands later; the next one has another child.
@@ -31,13 +31,14 @@ _START_S = 30.0  # for our own engine
 class CourierSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """What may be set for the Transfer Engine.
 
-    `host` is this machine's name for the others. Bytes move by `protocol` (tcp, rdma, ...) over
-    `devices` (names, comma-separated; empty: all). `metadata` is P2PHANDSHAKE or the URL of
-    Mooncake's metadata server, `environment` Mooncake's own variables (MC_...). `fetches` batches
-    come at the same time, each within `timeout_ms`. With `verbose`, Mooncake's log goes to stderr.
+    `host` is this machine's name for the others (what nodes are listed under, if empty). Bytes move
+    by `protocol` (tcp, rdma, ...) over `devices` (names, comma-separated; empty: all). `metadata`
+    is P2PHANDSHAKE or the URL of Mooncake's metadata server, `environment` Mooncake's own variables
+    (MC_...). `fetches` batches come at the same time, each within `timeout_ms`. With `verbose`,
+    Mooncake's log goes to stderr.
     """
 
-    host: str = "127.0.0.1"
+    host: str = ""
     protocol: str = "tcp"
     devices: str = ""
     metadata: str = "P2PHANDSHAKE"
@@ -67,6 +68,7 @@ class CourierSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
         """What a child is told."""
         names = ("host", "protocol", "devices", "metadata", "environment", "verbose")
         told = {name: getattr(self, name) for name in names}
+        told["host"] = self.host or "127.0.0.1"
         return told | {"kind": "engine", "block_bytes": block_bytes}
 
 
@@ -88,6 +90,7 @@ class MooncakeCourier:
         self, arena: Arena, block_bytes: int, options: Mapping[str, Any] | None = None
     ) -> None:
         settings = CourierSettings.read(options or {})
+        self._host = settings.host
         self._arena, self._timeout_s = arena, settings.timeout_ms / 1e3
         setup = settings.setup(block_bytes)
         self._lending = MooncakeProcess(setup, [arena], 1)
@@ -101,18 +104,21 @@ class MooncakeCourier:
         """Of the process whose engine others read from."""
         return self._lending.pid
 
-    async def lend(self) -> str:
-        """Let others read our arena, while this is open; returns the address for them.
+    async def lend(self, host: str) -> str:
+        """See `flexkv.cluster.fetching.Courier`.
 
         Raises:
             ConfigError: the engine does not start; says why.
         """
+        for process in (self._lending, *self._fetching):
+            process.setup["host"] = self._host or host
         for process in (self._lending, self._fetching[0]):
             await anyio.to_thread.run_sync(process.start)
         work = partial(self._lending.call, 0, _START_S, "where")
         try:
             session, base = await anyio.to_thread.run_sync(work)
         except OSError as error:
+            await self.aclose()
             raise ConfigError(f"courier mooncake: no engine: {error}") from error
         return f"{session}/{base:x}"
 

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from cluster_rig import knows, member, open_node
 from peer_rig import Known, Owner, keys_of, open_owner, open_reader
 from rig import SPEC, prompt
 
@@ -22,6 +23,7 @@ from flexkv.errors import ConfigError
 from flexkv.memory import Arena
 from flexkv.model import DAMAGED, FAILED, LANDED, SlotIds, Statuses
 from flexkv.protocols import BlockIO
+from flexkv.testing.remote import RedisServer
 
 pytestmark = pytest.mark.skipif(not installed(), reason=f"to test the courier: {HINT}")
 
@@ -41,7 +43,7 @@ async def lending(known: Known, **settings: Any) -> AsyncIterator[tuple[Owner, M
     async with open_owner(known=known, **settings) as owner:
         courier = MooncakeCourier(owner.rig.kv._stack.arena, SPEC.block_bytes)
         try:
-            known.addresses[0, "mooncake"] = await courier.lend()
+            known.addresses[0, "mooncake"] = await courier.lend("127.0.0.1")
             await owner.rig.put(prompt(1, BLOCKS))
             known.hold(ALL, 0)
             yield owner, courier
@@ -148,6 +150,9 @@ class Spoiled:
     def __init__(self, inner: MooncakeCourier, owner: Owner) -> None:
         self.inner, self.owner = inner, owner
 
+    async def lend(self, host: str) -> str:
+        return await self.inner.lend(host)
+
     async def fetch(self, address: str, grant: Grant, offsets: Any, slots: SlotIds) -> Statuses:
         arena = self.owner.rig.kv._stack.arena
         arena.view(int(grant.slots[2]))[:] = 0x55
@@ -167,6 +172,25 @@ async def test_what_was_overwritten_before_it_was_read_is_not_taken(known: Known
             statuses = (await reader.read(prompt(1, BLOCKS))).tolist()
         assert statuses == [LANDED, LANDED, DAMAGED, LANDED, LANDED, LANDED]
         await owner.unpinned()
+
+
+async def test_whole_nodes_read_each_other_through_it(redis_server: RedisServer) -> None:
+    tokens, courier = prompt(1, BLOCKS), {"timeout_ms": 20_000}
+    cluster = {
+        "cluster_courier": "mooncake",
+        "cluster_options": {"courier": courier},
+        "peer_timeout_ms": 20_000,
+    }
+    async with (
+        open_node(redis_server, "a", **cluster) as a,
+        open_node(redis_server, "b", **cluster) as b,
+    ):
+        await a.put(tokens)
+        await knows(b, tokens, BLOCKS)
+        got = await b.get(tokens)
+        assert got.loaded == len(tokens)
+        assert got.by_tier == {"host": 0, "peer": BLOCKS}
+        assert member(a).server.sent_blocks == 0
 
 
 @pytest.mark.parametrize(

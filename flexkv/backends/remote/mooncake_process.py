@@ -81,11 +81,12 @@ class _Child:
 class MooncakeProcess:
     """A child with `lanes` pipes, each for one thread at a time, on `regions` of memory.
 
-    `setup` names the `kind` of engine (see `mooncake_child`) and what it is made with.
+    `setup` names the `kind` of engine (see `mooncake_child`) and what it is made with; a child is
+    told what it says when that starts.
     """
 
     def __init__(self, setup: Mapping[str, Any], regions: Sequence[Arena], lanes: int) -> None:
-        self._setup, self._regions, self._lanes = dict(setup), list(regions), lanes
+        self.setup, self._regions, self._lanes = dict(setup), list(regions), lanes
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._closed = self._cut = False
@@ -156,7 +157,7 @@ class MooncakeProcess:
             if self._closed:
                 raise ConnectionError("closed")
             if self._child is None:
-                self._child = _Child(self._setup, self._regions, self._lanes)
+                self._child = _Child(self.setup, self._regions, self._lanes)
             return self._child
 
     def _drop(self, child: _Child) -> str:
