@@ -6,15 +6,6 @@
 
 #include "hazard_impl.h"
 
-/* The guard: blocks by which the learned order must be ahead before it is followed, and behind before it is left. */
-#define FX_AHEAD_PROMPTS 2.0 /* mean prompts */
-#define FX_AHEAD_SHARE 0.001 /* of the capacity */
-#define FX_BEHIND_PROMPTS 5.0 /* at first; twice that after FX_TRUST prompts in its favour */
-#define FX_TRUST 2048.0
-#define FX_BEHIND_SHARE 0.01
-#define FX_WARM 300u /* prompts before anything but LRU is followed */
-#define FX_LOOK 1024u /* blocks of the tier to look at per prompt after following began */
-
 /* ---- life ---- */
 
 static void *reserve(fx_hazard *h, size_t count, size_t size) {
@@ -23,53 +14,47 @@ static void *reserve(fx_hazard *h, size_t count, size_t size) {
 }
 
 static void empty(fx_hazard *h) {
-  memset(h->parent, 0xFE, (h->fresh + 1) * sizeof *h->parent);
+  memset(h->run_of, 0xFF, ((size_t)h->limit + 1) * sizeof *h->run_of);
+  memset(h->linked, 0, (size_t)h->limit + 1);
   memset(h->table, 0xFF, ((size_t)h->table_mask + 1) * sizeof *h->table);
   memset(h->entry_of, 0xFF, ((size_t)h->max_blocks + 1) * sizeof *h->entry_of);
-  while (h->active_count) {
-    fx_candidates *of = &h->candidates[h->active[--h->active_count]];
-    of->count = 0;
-  }
-  h->fresh = h->freed_count = h->ghosts = h->used = h->lru_used = h->runs = 0;
-  h->oldest_ghost = h->newest_ghost = h->free_run = h->free_prompt = FX_NONE;
+  while (h->active_count) h->candidates[h->active[--h->active_count]].count = 0;
+  h->ghosts = h->used = h->lru_used = h->runs = 0;
+  h->oldest_span = h->newest_span = h->free_span = h->free_run = h->free_prompt = FX_NONE;
   h->runs_made = h->prompts_made = 1;
+  h->spans_made = 0;
   h->run[0] = (fx_run){0};
   h->prompt[0] = (fx_prompt){.runs = 1};
-  h->length = h->known = h->unwanted_count = h->shared = 0;
+  h->length = h->known = h->pieces = h->known_pieces = h->unwanted_count = h->shared = 0;
+}
+
+/* A column by entry, by run or by what else there is as much of; zeros. */
+#define RESERVE(column, count) ((h->column = reserve(h, (count), sizeof *h->column)) != NULL)
+
+static int reserve_all(fx_hazard *h) {
+  size_t limit = h->limit, spare = limit + 8, cells = 64, blocks = (size_t)h->max_blocks + 1;
+  size_t longest = (size_t)FX_GHOSTS * h->capacity + 1;
+  while (cells < limit) cells *= 2;
+  h->table_mask = (uint32_t)cells - 1;
+  return RESERVE(name, spare) && RESERVE(parent, spare) && RESERVE(depth, spare) && RESERVE(run_of, spare) &&
+         RESERVE(kids, spare) && RESERVE(block_of, spare) && RESERVE(uses, spare) && RESERVE(linked, spare) &&
+         RESERVE(ended, spare) && RESERVE(here, spare) && RESERVE(table, cells) && RESERVE(taken, longest) &&
+         RESERVE(span, limit) && RESERVE(run, limit + 1) && RESERVE(prompt, limit + 2) && RESERVE(path, longest) &&
+         RESERVE(fresh, longest) && RESERVE(candidates, fx_rates_limit()) && RESERVE(active, fx_rates_limit()) &&
+         RESERVE(entry_of, blocks) && RESERVE(in_tier, blocks) && RESERVE(unwanted, blocks);
 }
 
 fx_hazard *fx_hazard_open(uint32_t capacity, uint32_t max_blocks, int sabotage) {
+  size_t limit = (size_t)capacity * (1 + 2 * FX_GHOSTS) + 1; /* held, ghosts, and a prompt as long as all ghosts */
   fx_hazard *h = calloc(1, sizeof *h);
   if (!h) return NULL;
   h->capacity = capacity;
   h->max_blocks = max_blocks;
   h->sabotage = sabotage;
-  size_t limit = (size_t)capacity * (1 + 2 * FX_GHOSTS) + 1; /* held, ghosts, and a prompt as long as all ghosts */
-  if (limit < 0x80000000u) {
-    h->limit = h->fresh = (uint32_t)limit;
-    size_t cells = 64;
-    while (cells < limit) cells *= 2;
-    h->table_mask = (uint32_t)cells - 1;
-    h->name = reserve(h, limit + 1, sizeof *h->name);
-    uint32_t **columns[] = {&h->parent, &h->depth, &h->run_of, &h->kids, &h->block_of,
-                            &h->newer,  &h->older, &h->freed,  &h->path};
-    int whole = h->name != NULL;
-    for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
-      whole &= (*columns[i] = reserve(h, limit + 1, sizeof(uint32_t))) != NULL;
-    whole &= (h->uses = reserve(h, limit, 1)) != NULL && (h->flags = reserve(h, limit, 1)) != NULL;
-    whole &= (h->table = reserve(h, cells, sizeof *h->table)) != NULL;
-    whole &= (h->run = reserve(h, limit + 1, sizeof *h->run)) != NULL;
-    whole &= (h->fresh_runs = reserve(h, limit + 1, sizeof *h->fresh_runs)) != NULL;
-    whole &= (h->prompt = reserve(h, limit + 2, sizeof *h->prompt)) != NULL;
-    whole &= (h->candidates = reserve(h, fx_rates_limit(), sizeof *h->candidates)) != NULL;
-    whole &= (h->active = reserve(h, fx_rates_limit(), sizeof *h->active)) != NULL;
-    whole &= (h->entry_of = reserve(h, (size_t)max_blocks + 1, sizeof *h->entry_of)) != NULL;
-    whole &= (h->here = reserve(h, (size_t)max_blocks + 1, 1)) != NULL;
-    whole &= (h->unwanted = reserve(h, (size_t)max_blocks + 1, sizeof *h->unwanted)) != NULL;
-    if (whole && (h->rates = fx_rates_open())) {
-      empty(h);
-      return h;
-    }
+  h->limit = limit < 0x80000000u ? (uint32_t)limit : 0;
+  if (h->limit && reserve_all(h) && (h->vacant = fx_runs_open(h->limit)) && (h->rates = fx_rates_open())) {
+    empty(h);
+    return h;
   }
   fx_hazard_close(h);
   return NULL;
@@ -80,48 +65,111 @@ void fx_hazard_close(fx_hazard *h) {
   if (h->candidates)
     for (uint32_t i = 0; i < fx_rates_limit(); i++) free(h->candidates[i].run);
   fx_rates_close(h->rates);
-  void *all[] = {h->name,  h->parent, h->depth, h->run_of,     h->kids,   h->block_of,
-                 h->newer, h->older,  h->freed, h->path, 
-                 h->uses,  h->flags,  h->table,      h->run,    h->fresh_runs, h->prompt, h->candidates, h->active,
-                 h->entry_of, h->here, h->unwanted};
+  fx_runs_close(h->vacant);
+  void *all[] = {h->name,  h->parent, h->depth, h->run_of,     h->kids,   h->block_of, h->uses,  h->linked,
+                 h->ended, h->here,   h->table, h->taken,      h->span,   h->run,      h->prompt, h->path,
+                 h->fresh, h->active, h->candidates, h->entry_of, h->in_tier, h->unwanted};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
   free(h);
 }
 
 void fx_hazard_clear(fx_hazard *h) {
+  for (uint32_t number = h->run[0].next; number; number = h->run[number].next) {
+    const fx_run *run = &h->run[number];
+    for (uint32_t left = run->end - run->low, entry = run->last, first; left; entry = fx_parent(h, first)) {
+      uint32_t some = fx_piece_up(h, entry, left, &first);
+      fx_runs_give_run(h->vacant, first, some);
+      left -= some;
+    }
+  }
   empty(h);
-  memset(h->here, 0, h->max_blocks);
+  memset(h->in_tier, 0, h->max_blocks);
 }
 
 /* ---- what a use of the path teaches, and the runs that it makes ---- */
 
-/* The first `known` entries of the path leave their runs (and the ghosts). What is used the second time by a put, after
- * it was read for the same request, teaches nothing new. */
-static void learn(fx_hazard *h, uint32_t held, int by_put) {
-  for (uint32_t i = 0, end; i < h->known; i = end) {
-    uint32_t number = h->run_of[h->path[i]];
-    fx_run *run = &h->run[number];
-    for (end = i + 1; end < h->known && h->run_of[h->path[end]] == number;) end++;
-    if (!(by_put && run->read_only)) {
-      uint32_t bin = fx_rates_bin(h->now - run->last_use);
-      fx_rates_reused(h->rates, run->class, bin, end - i);
-      if (bin >= run->next_bin) fx_rates_entered(h->rates, run->class, run->next_bin, bin, end - i);
-      for (uint32_t at = i; at < end; at++) h->uses[h->path[at]] += h->uses[h->path[at]] < 255;
-    }
-    uint32_t mine = end < held ? end : held;
-    if (mine > i) run->held -= mine - i;
-    if (!run->held) fx_withdraw(h, number);
-    fx_run_release(h, number, end - i);
-  }
-  for (uint32_t i = held; i < h->known; i++) fx_ghost_remove(h, h->path[i]);
+static uint32_t piece_end(const fx_hazard *h, uint32_t piece) { return h->path[piece].depth + h->path[piece].count; }
+
+static void used_again(fx_hazard *h, const fx_piece *piece) {
+  uint8_t *uses = h->uses + piece->entry;
+  for (uint32_t i = 0; i < piece->count; i++) uses[i] = (uint8_t)(uses[i] + (uses[i] < 255));
 }
 
-static uint32_t uses_class(uint32_t uses) {
-  static const uint8_t small[] = {0, 1, 2, 3, 3, 4, 4, 4, 4};
-  return uses < sizeof small ? small[uses] : uses < 17 ? 5 : 6;
+/* The known entries of the path leave their runs (and the ghosts). What is used the second time by a put, after it was
+ * read for the same request, teaches nothing new. */
+static void learn(fx_hazard *h, int by_put) {
+  for (uint32_t i = 0, last; i < h->known_pieces; i = last) {
+    uint32_t number = h->run_of[h->path[i].entry], start = h->path[i].depth;
+    fx_run *run = &h->run[number];
+    for (last = i + 1; last < h->known_pieces && h->run_of[h->path[last].entry] == number;) last++;
+    uint32_t end = piece_end(h, last - 1), count = end - start;
+    if (!(by_put && run->read_only)) {
+      uint32_t bin = fx_rates_bin(h->now - run->last_use);
+      fx_rates_reused(h->rates, run->class, bin, count);
+      if (bin >= run->next_bin) fx_rates_entered(h->rates, run->class, run->next_bin, bin, count);
+      for (uint32_t at = i; at < last; at++) used_again(h, &h->path[at]);
+    }
+    if (fx_held(run) && start) h->kids[fx_path_at(h, start - 1)]--;
+    if (run->high < end) {
+      fx_ghosts_take(h, number, end - run->high);
+      run->high = end;
+    }
+    run->low = end;
+    if (fx_held(run)) h->kids[fx_path_at(h, end - 1)]++;
+    else fx_withdraw(h, number);
+    if (run->low == run->end) fx_run_release(h, number);
+  }
 }
 
 static uint32_t halvings(uint64_t value) { return value ? 63u - (uint32_t)__builtin_clzll(value) : 0; }
+
+/* How many neighbours, from the first, were used about as often as it. */
+static uint32_t used_alike(const uint8_t *uses, uint32_t n) {
+  static const uint8_t lowest[] = {0, 1, 2, 3, 3, 5, 5, 5, 5}, highest[] = {0, 1, 2, 4, 4, 8, 8, 8, 8};
+  uint32_t like = uses[0], same = 1;
+  uint8_t low = like < 9 ? lowest[like] : like < 17 ? 9 : 17, high = like < 9 ? highest[like] : like < 17 ? 16 : 255;
+  for (; same + 8 <= n; same += 8) {
+    uint8_t differ = 0;
+    for (uint32_t i = 0; i < 8; i++) differ |= (uint8_t)((uses[same + i] < low) | (uses[same + i] > high));
+    if (differ) break;
+  }
+  while (same < n && uses[same] >= low && uses[same] <= high) same++;
+  return same;
+}
+
+/* Whether two counts of uses are of one class: 0, 1, 2, 3-4, 5-8, 9-16, more. */
+static int same_uses(uint32_t a, uint32_t b) {
+  uint8_t pair[] = {(uint8_t)a, (uint8_t)b};
+  return used_alike(pair, 2) == 2;
+}
+
+/* Give entries at depths [from, to), which begin in piece `*at`, to a run; *at becomes the piece of what follows. */
+static void give(fx_hazard *h, uint32_t number, uint32_t from, uint32_t to, uint32_t *at) {
+  for (;; ++*at) {
+    const fx_piece *piece = &h->path[*at];
+    uint32_t start = from > piece->depth ? from : piece->depth, end = fx_least(to, piece->depth + piece->count);
+    uint32_t *run_of = h->run_of + piece->entry;
+    for (uint32_t i = start - piece->depth; i < end - piece->depth; i++) run_of[i] = number;
+    h->run[number].last = piece->entry + (end - 1 - piece->depth);
+    if (end < to) continue;
+    *at += end == piece->depth + piece->count;
+    return;
+  }
+}
+
+/* The depth up to which the path, from `start` in piece `at` on, was used about as often. */
+static uint32_t stretch(const fx_hazard *h, uint32_t start, uint32_t at) {
+  uint8_t like = h->uses[h->path[at].entry + (start - h->path[at].depth)];
+  for (; at < h->pieces; at++) {
+    const fx_piece *piece = &h->path[at];
+    uint32_t skip = start > piece->depth ? start - piece->depth : 0, left = piece->count - skip;
+    const uint8_t *uses = h->uses + piece->entry + skip;
+    if (!same_uses(like, uses[0])) return piece->depth + skip;
+    uint32_t same = used_alike(uses, left);
+    if (same < left) return piece->depth + skip + same;
+  }
+  return h->length;
+}
 
 /* Cut the path where the number of uses changes class, and classify the pieces; see docs/hazard.md for the traits. */
 static uint32_t make_runs(fx_hazard *h, uint32_t prompt, int continues, int64_t answer, int by_put) {
@@ -129,9 +177,8 @@ static uint32_t make_runs(fx_hazard *h, uint32_t prompt, int continues, int64_t 
   uint32_t share = known <= 1 ? 0 : 2 * known < n ? 1 : 2;
   uint32_t kind = !known ? 0 : continues ? 3 : known == 1 ? 1 : 2;
   uint32_t news = n - known > 4, size = n < 4 ? 0 : n < 16 ? 1 : n < 64 ? 2 : 3;
-  for (uint32_t i = 0, end; i < n; i = end) {
-    uint32_t uses = uses_class(h->uses[h->path[i]]);
-    for (end = i + 1; end < n && uses_class(h->uses[h->path[end]]) == uses;) end++;
+  for (uint32_t i = 0, at = 0, end; i < n; i = end) {
+    end = stretch(h, i, at);
     uint32_t base = (i < known) | share << 1 | (end == n) << 3 | (i < 2) << 4;
     uint32_t class = fx_rates_class(h->rates, 0, base);
     class = fx_rates_class(h->rates, class, news | kind << 1);
@@ -140,49 +187,58 @@ static uint32_t make_runs(fx_hazard *h, uint32_t prompt, int continues, int64_t 
       uint32_t level = halvings((uint64_t)answer + 1) / 2;
       class = fx_rates_class(h->rates, class, level < 7 ? level : 7);
     }
-    uint32_t number = fx_run_new(h, prompt, class, end - i);
+    uint32_t number = fx_run_new(h, prompt, class, i, end);
     h->run[number].read_only = (uint8_t)!by_put;
-    for (uint32_t at = i; at < end; at++) h->run_of[h->path[at]] = number;
+    give(h, number, i, end, &at);
     fx_rates_began(h->rates, end - i);
-    h->fresh_runs[made++] = number;
+    h->fresh[made++] = number;
   }
   return made;
 }
 
 /* ---- who leaves, who comes ---- */
 
-static void let_go(fx_hazard *h, uint32_t entry) {
-  if (fx_is_shared(h, entry)) {
-    h->shared--;
-    if (h->following && h->unwanted_count < h->max_blocks) h->unwanted[h->unwanted_count++] = h->block_of[entry];
-  }
-  h->flags[entry] &= (uint8_t)~FX_HELD;
-  fx_ghost_add(h, entry);
-  h->used--;
+/* Neighbours, the last of them first, are held no longer. */
+static void let_go(fx_hazard *h, uint32_t first, uint32_t n) {
+  h->used -= n;
+  uint32_t shared = fx_count_here(h, first, n);
+  h->shared -= shared;
+  if (!h->following || !shared) return;
+  for (uint32_t entry = first + n; entry-- > first;)
+    if (h->here[entry]) h->unwanted[h->unwanted_count++] = h->block_of[entry];
 }
 
-/* Evict up to `want` entries from the end of a run. */
-static uint32_t shorten(fx_hazard *h, uint32_t number, uint32_t want) {
+/* How many neighbours, from the last up, may leave in turn: until one has other runs below it. */
+static uint32_t childless(const fx_hazard *h, uint32_t first, uint32_t n) {
+  uint32_t count = 1;
+  while (count < n && !h->kids[first + n - 1 - count]) count++;
+  return count;
+}
+
+/* Evict up to `want` entries from the end of a run; returns how many. */
+uint32_t fx_shorten(fx_hazard *h, uint32_t number, uint32_t want) {
   fx_run *run = &h->run[number];
-  uint32_t gone = 0;
-  while (gone < want) {
-    uint32_t entry = run->deepest, parent = h->parent[entry];
-    let_go(h, entry);
-    run->held--;
-    gone++;
-    uint32_t kids = parent == FX_NONE ? 1 : --h->kids[parent];
-    if (!run->held) {
-      fx_withdraw(h, number);
-      uint32_t above = kids ? FX_NONE : h->run_of[parent];
-      if (above != FX_NONE && fx_is_held(h, parent) && !h->run[above].current) fx_offer(h, above);
-      break;
-    }
-    run->deepest = parent;
-    if (kids) {
-      fx_withdraw(h, number);
-      break;
-    }
+  uint32_t gone = 0, parent = FX_NONE;
+  int blocked = 0;
+  want = fx_least(want, fx_held(run));
+  while (gone < want && !blocked) {
+    uint32_t first, some = fx_piece_up(h, run->deepest, want - gone, &first), free = childless(h, first, some);
+    first += some - free;
+    let_go(h, first, free);
+    gone += free;
+    run->deepest = parent = fx_parent(h, first);
+    blocked = parent != FX_NONE && h->kids[parent];
   }
+  run->high -= gone;
+  fx_ghosts_add(h, number, gone);
+  if (fx_held(run)) {
+    if (blocked) fx_withdraw(h, number);
+    return gone;
+  }
+  fx_withdraw(h, number);
+  if (parent == FX_NONE || --h->kids[parent]) return gone;
+  const fx_run *above = &h->run[h->run_of[parent]];
+  if (h->depth[parent] + 1 == above->high && !above->current) fx_offer(h, h->run_of[parent]);
   return gone;
 }
 
@@ -197,49 +253,49 @@ static uint32_t make_room(fx_hazard *h, double newcomer, uint32_t want) {
       if (of->value < worst->value || h->run[of->run[0]].stamp < h->run[worst->run[0]].stamp) worst = of;
     }
     if (worst->value > newcomer) break;
-    gone += shorten(h, worst->run[0], want - gone);
+    gone += fx_shorten(h, worst->run[0], want - gone);
   }
   return gone;
 }
 
 /* Hold as much of the path as there is room, or worse entries, for; returns how many of its blocks are held. */
-static uint32_t admit(fx_hazard *h, uint32_t held) {
-  uint32_t goal = h->length < h->capacity ? h->length : h->capacity;
+static uint32_t admit(fx_hazard *h, uint32_t held, uint32_t made) {
+  uint32_t goal = fx_least(h->length, h->capacity), before = held;
   if (h->capacity - h->used < goal - held)
     for (uint32_t i = 0; i < h->active_count; i++) fx_price(h, &h->candidates[h->active[i]]);
-  while (held < goal) {
-    uint32_t number = h->run_of[h->path[held]], end = held;
-    while (end < goal && h->run_of[h->path[end]] == number) end++;
-    uint32_t room = h->capacity - h->used, want = end - held;
+  for (uint32_t i = 0; i < made && held < goal; i++) {
+    const fx_run *run = &h->run[h->fresh[i]];
+    if (run->end <= held) continue;
+    uint32_t room = h->capacity - h->used, want = fx_least(run->end, goal) - held;
     if (room < want) {
-      double value = fx_rates_value(h->rates, h->run[number].class, 0);
+      double value = fx_rates_value(h->rates, run->class, 0);
       room += make_room(h, fx_rates_learned(h->rates) && !h->sabotage ? value : HUGE_VAL, want - room);
     }
-    uint32_t some = room < want ? room : want;
-    for (uint32_t i = held; i < held + some; i++) {
-      h->flags[h->path[i]] |= FX_HELD;
-      h->shared += (uint32_t)fx_is_shared(h, h->path[i]);
-      if (i) h->kids[h->path[i - 1]]++;
-    }
+    uint32_t some = fx_least(room, want);
     h->used += some;
     held += some;
     if (some < want) break;
   }
+  h->shared += fx_path_here(h, before, held);
   return held;
 }
 
 /* What is not held becomes a ghost, the end first; the new runs may be evicted from now on. */
 static void settle(fx_hazard *h, uint32_t held, uint32_t made) {
-  for (uint32_t i = h->length; i-- > held;) fx_ghost_add(h, h->path[i]);
-  for (uint32_t i = 0, at = 0; i < made; i++) {
-    fx_run *run = &h->run[h->fresh_runs[i]];
+  for (uint32_t i = made; i-- > 0;) {
+    uint32_t number = h->fresh[i];
+    fx_run *run = &h->run[number];
     run->current = 0;
-    if (at >= held) continue;
-    run->held = run->entries < held - at ? run->entries : held - at;
-    run->deepest = h->path[at + run->held - 1];
-    at += run->entries;
+    run->high = held < run->low ? run->low : fx_least(held, run->end);
+    if (run->high < run->end) fx_ghosts_add(h, number, run->end - run->high);
+    if (!fx_held(run)) continue;
+    run->deepest = run->high == run->end ? run->last : fx_path_at(h, run->high - 1);
+    if (run->low) h->kids[fx_path_at(h, run->low - 1)]++;
   }
-  if (held && !h->kids[h->path[held - 1]]) fx_offer(h, h->run_of[h->path[held - 1]]);
+  if (held) {
+    uint32_t deepest = fx_path_at(h, held - 1);
+    if (!h->kids[deepest]) fx_offer(h, h->run_of[deepest]);
+  }
   fx_ghosts_trim(h, FX_GHOSTS * h->capacity);
 }
 
@@ -250,7 +306,7 @@ static void sweep(fx_hazard *h) {
     fx_run *run = &h->run[number];
     uint32_t bin = fx_rates_bin(h->now - run->last_use);
     if (bin >= run->next_bin) {
-      fx_rates_entered(h->rates, run->class, run->next_bin, bin, run->entries);
+      fx_rates_entered(h->rates, run->class, run->next_bin, bin, run->end - run->low);
       run->next_bin = (uint8_t)(bin + 1);
     }
     if (number == last) break;
@@ -262,174 +318,120 @@ static void sweep(fx_hazard *h) {
   }
 }
 
-/* ---- the guard ---- */
+/* ---- the path ---- */
 
-/* The model comes to hold what the LRU beside holds, which is what the tier holds: so both go on from the same blocks.
- * It costs a look at every entry, and is done whenever following begins. */
-static void start_from_lru(fx_hazard *h) {
-  while (h->active_count) shorten(h, h->candidates[h->active[0]].run[0], FX_NONE);
-  for (uint32_t entry = 0; entry < h->fresh; entry++) {
-    if (!fx_in_use(h, entry)) continue;
-    fx_run *run = &h->run[h->run_of[entry]];
-    uint32_t depth = h->depth[entry], parent = h->parent[entry];
-    if (depth < h->prompt[run->prompt].low || depth >= h->prompt[run->prompt].high) continue;
-    fx_ghost_remove(h, entry);
-    h->flags[entry] |= FX_HELD;
-    h->shared += (uint32_t)fx_is_shared(h, entry);
-    h->used++;
-    if (parent != FX_NONE) h->kids[parent]++;
-    if (!run->held++ || depth > h->depth[run->deepest]) run->deepest = entry;
+/* How many of n neighbours, from the first, are of one run. */
+static uint32_t of_one_run(const uint32_t *run_of, uint32_t n) {
+  uint32_t same = 1;
+  for (; same + 8 <= n; same += 8) {
+    uint32_t differ = 0;
+    for (uint32_t i = 0; i < 8; i++) differ |= run_of[same + i] ^ run_of[0];
+    if (differ) break;
   }
-  for (uint32_t number = h->run[0].next; number; number = h->run[number].next)
-    if (h->run[number].held && !h->kids[h->run[number].deepest]) fx_offer(h, number);
-  fx_ghosts_trim(h, FX_GHOSTS * h->capacity);
+  while (same < n && run_of[same] == run_of[0]) same++;
+  return same;
 }
 
-/* Blocks of the tier that came before following began and that the model does not hold. */
-static void look_around(fx_hazard *h) {
-  uint32_t end = h->max_blocks - h->cursor < FX_LOOK ? h->max_blocks : h->cursor + FX_LOOK;
-  for (; h->cursor < end && h->unwanted_count < h->max_blocks; h->cursor++) {
-    uint32_t entry = h->entry_of[h->cursor];
-    if (h->here[h->cursor] && (entry == FX_NONE || !fx_is_held(h, entry))) h->unwanted[h->unwanted_count++] = h->cursor;
+/* n more entries, neighbours that are one below the other, are known of the path: pieces of one run each. */
+static void extend(fx_hazard *h, uint32_t entry, uint32_t n) {
+  for (uint32_t some; n; n -= some, entry += some) {
+    some = of_one_run(h->run_of + entry, n);
+    h->path[h->pieces++] = (fx_piece){entry, h->known, some};
+    h->known += some;
   }
 }
 
-/* Whether it is time to change what is followed. */
-static int judge(fx_hazard *h, uint32_t n, uint32_t hits, uint32_t lru_hits) {
-  h->prompts++;
-  h->asked += n;
-  h->hits += hits;
-  h->lru_hits += lru_hits;
-  double mean = (double)h->asked / (double)h->prompts, capacity = h->capacity;
-  double ahead = fmax(FX_AHEAD_SHARE * capacity, FX_AHEAD_PROMPTS * mean);
-  double trust = 1.0 + fmin(1.0, (double)(h->prompts - h->switched) / FX_TRUST);
-  double behind = trust * fmax(FX_BEHIND_SHARE / 2.0 * capacity, FX_BEHIND_PROMPTS * mean);
-  h->lead = fmin(behind, fmax(-behind, h->lead + (double)hits - (double)lru_hits));
-  if (h->following ? h->lead <= -behind : h->lead >= ahead && h->prompts >= FX_WARM) {
-    h->switches++;
-    h->switched = h->prompts;
-    h->cursor = 0;
-    return 1;
+static void follow_keys(fx_hazard *h, const uint64_t *keys, uint32_t n) {
+  uint32_t above = FX_NONE;
+  while (h->known < n) {
+    uint32_t entry = fx_entry_find(h, above, keys + 2 * (size_t)h->known);
+    if (entry == FX_NONE) break;
+    uint32_t some = fx_entries_same(h, entry, keys + 2 * (size_t)h->known, n - h->known);
+    extend(h, entry, some);
+    above = entry + some - 1;
   }
-  return 0;
+}
+
+static void follow_blocks(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
+  uint32_t above = FX_NONE;
+  while (h->known < n) {
+    uint32_t entry = h->entry_of[blocks[h->known]], some = 1;
+    if (entry == FX_NONE || fx_parent(h, entry) != above) break;
+    while (h->known + some < n && h->linked[entry + some] && h->entry_of[blocks[h->known + some]] == entry + some) some++;
+    extend(h, entry, some);
+    above = entry + some - 1;
+  }
+}
+
+static void begin(fx_hazard *h) { h->length = h->known = h->pieces = h->known_pieces = h->placed = 0; }
+
+static uint32_t held_of_path(const fx_hazard *h) {
+  uint32_t held = 0;
+  for (uint32_t i = 0; i < h->known_pieces; i++) {
+    uint32_t end = piece_end(h, i), high = h->run[h->run_of[h->path[i].entry]].high;
+    if (high <= h->path[i].depth) break;
+    held = fx_least(end, high);
+    if (held < end) break;
+  }
+  return held;
 }
 
 /* ---- the verbs ---- */
 
-static uint32_t held_of_path(const fx_hazard *h) {
-  uint32_t held = 0;
-  while (held < h->known && fx_is_held(h, h->path[held])) held++;
-  return held;
-}
-
-uint32_t fx_hazard_put(fx_hazard *h, const uint64_t *words, uint32_t n, double now, int64_t output_tokens) {
-  const fx_name *names = (const fx_name *)words;
-  uint32_t longest = FX_GHOSTS * h->capacity, whole = n, entry = FX_NONE;
-  if (n > longest) n = longest;
-  h->length = h->known = h->unwanted_count = h->placed = 0;
+uint32_t fx_hazard_put(fx_hazard *h, const uint64_t *keys, uint32_t n, double now, int64_t output_tokens) {
+  uint32_t whole = n;
+  n = fx_least(n, FX_GHOSTS * h->capacity);
+  begin(h);
+  h->unwanted_count = 0;
   if (!n) return whole;
   h->now = now;
   h->stamp++;
-  for (; h->known < n; h->path[h->known++] = entry)
-    if ((entry = fx_entry_find(h, entry, names[h->known])) == FX_NONE) break;
+  follow_keys(h, keys, n);
+  h->known_pieces = h->pieces;
+  h->length = h->known;
   uint32_t held = held_of_path(h), prompt = fx_prompt_new(h), known = h->known;
-  int change = judge(h, whole, held, fx_lru_use(h, prompt, known, n, 1));
-  int continues = known && h->flags[h->path[known - 1]] & FX_END;
-  h->length = n;
-  learn(h, held, 1);
-  for (uint32_t i = known; i < n; i++) h->path[i] = fx_entry_new(h, i ? h->path[i - 1] : FX_NONE, names[i]);
-  h->flags[h->path[n - 1]] |= FX_END;
+  int change = fx_judge(h, whole, held, fx_lru_use(h, prompt, known, n, 1));
+  int continues = known && h->ended[fx_path_at(h, known - 1)];
+  learn(h, 1);
+  if (known < n) fx_entries_new(h, keys + 2 * (size_t)known, n - known);
+  h->ended[fx_path_at(h, n - 1)] = 1;
   uint32_t made = make_runs(h, prompt, continues, output_tokens, 1);
-  held = admit(h, held);
+  held = admit(h, held, made);
   settle(h, held, made);
   fx_prompt_release(h, prompt);
   sweep(h);
   fx_rates_step(h->rates);
-  if (change && !h->following) start_from_lru(h);
-  if (change) h->following = !h->following;
+  if (change) fx_switch(h);
   if (change || !h->following) return whole;
-  look_around(h);
-  uint32_t coming = held; /* blocks to hold that the tier does not have yet */
-  for (uint32_t i = 0; i < held; i++) coming -= (uint32_t)fx_is_shared(h, h->path[i]);
+  fx_look_around(h);
+  uint32_t coming = held - fx_path_here(h, 0, held);   /* blocks to hold that the tier does not have yet */
   uint32_t spare = h->capacity - h->shared - coming; /* for blocks that are not worth holding */
   return whole - held > spare ? held + spare : whole;
 }
 
 void fx_hazard_read(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now) {
-  uint32_t above = n ? h->entry_of[blocks[0]] : FX_NONE;
-  if (above == FX_NONE) return;
-  const fx_run *first = &h->run[h->run_of[above]];
-  if (first->stamp == h->stamp && first->last_use == now && !first->read_only) return; /* the put itself */
-  above = FX_NONE;
-  h->length = h->known = h->placed = 0;
-  for (uint32_t i = 0; i < n && i < FX_GHOSTS * h->capacity; i++, h->known++) {
-    uint32_t entry = h->entry_of[blocks[i]];
-    if (entry == FX_NONE || h->parent[entry] != above) break;
-    h->path[i] = above = entry;
-  }
+  uint32_t first = n ? h->entry_of[blocks[0]] : FX_NONE;
+  if (first == FX_NONE) return;
+  const fx_run *run = &h->run[h->run_of[first]];
+  if (run->stamp == h->stamp && run->last_use == now && !run->read_only) return; /* the put itself */
+  begin(h);
+  follow_blocks(h, blocks, fx_least(n, FX_GHOSTS * h->capacity));
+  h->known_pieces = h->pieces;
+  h->length = h->known;
   if (!h->known) return;
   h->now = now;
   h->stamp++;
   uint32_t held = held_of_path(h), prompt = fx_prompt_new(h);
-  h->length = h->known;
   fx_lru_use(h, prompt, h->known, h->known, 0);
-  learn(h, held, 0);
+  learn(h, 0);
   settle(h, held, make_runs(h, prompt, 1, -1, 0));
   fx_prompt_release(h, prompt);
 }
 
-/* An entry has no block any more. */
-static void part(fx_hazard *h, uint32_t entry) {
-  if (entry == FX_NONE || h->block_of[entry] == FX_NONE) return;
-  h->shared -= (uint32_t)fx_is_shared(h, entry);
-  h->entry_of[h->block_of[entry]] = FX_NONE;
-  h->block_of[entry] = FX_NONE;
-}
-
-void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
-  for (uint32_t i = h->placed; i < n && i < h->length; i++) {
-    uint32_t entry = h->path[i], block = blocks[i];
-    if (block == FX_NONE || !fx_in_use(h, entry)) continue;
-    if (h->block_of[entry] == block) continue;
-    part(h, h->entry_of[block]);
-    part(h, entry);
-    h->block_of[entry] = block;
-    h->entry_of[block] = entry;
-    h->shared += (uint32_t)fx_is_shared(h, entry);
-  }
-  if (n > h->placed) h->placed = n;
-}
-
-void fx_hazard_came(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
-  for (uint32_t i = 0; i < n; i++) {
-    uint32_t entry = h->entry_of[blocks[i]];
-    h->here[blocks[i]] = 1;
-    h->shared += entry != FX_NONE && fx_is_shared(h, entry);
-  }
-}
-
-void fx_hazard_left(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
-  for (uint32_t i = 0; i < n; i++) {
-    part(h, h->entry_of[blocks[i]]);
-    h->here[blocks[i]] = 0;
-  }
-}
-
-uint32_t fx_hazard_wanted(const fx_hazard *h, const uint32_t *blocks, uint32_t n, uint8_t *wanted) {
-  uint32_t count = 0;
-  if (!h->following) return n;
-  for (uint32_t i = 0; i < n; i++) {
-    uint32_t entry = h->entry_of[blocks[i]];
-    count += wanted[i] = (entry != FX_NONE && fx_is_held(h, entry));
-  }
-  return count;
-}
-
-uint32_t fx_hazard_unwanted(fx_hazard *h, uint32_t *blocks, uint32_t limit) {
-  uint32_t count = h->unwanted_count < limit ? h->unwanted_count : limit;
-  memcpy(blocks, h->unwanted, count * sizeof *blocks);
+const uint32_t *fx_hazard_unwanted(fx_hazard *h, uint32_t *count) {
+  *count = h->unwanted_count;
   h->unwanted_count = 0;
-  return count;
+  return h->unwanted;
 }
 
 int fx_hazard_explain(const fx_hazard *h, uint32_t block, double now, fx_hazard_reason *reason) {
@@ -452,7 +454,7 @@ int fx_hazard_explain(const fx_hazard *h, uint32_t block, double now, fx_hazard_
 void fx_hazard_look(const fx_hazard *h, fx_hazard_state *state) {
   *state = (fx_hazard_state){.used = h->used,
                              .ghosts = h->ghosts,
-                             .entries = h->fresh - h->freed_count,
+                             .entries = h->used + h->ghosts,
                              .runs = h->runs,
                              .classes = fx_rates_count(h->rates),
                              .following = (uint32_t)h->following,

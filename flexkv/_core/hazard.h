@@ -3,10 +3,11 @@
  * It is told of every prompt and decides which of its blocks a tier should hold; the tier follows as far as it may.
  * All its decisions are made on keys, so pins, failures and bytes on their way do not disturb them. Names:
  *   entry    what is known of one block: held by the model, or a ghost (remembered, at most 4 x capacity)
- *   run      entries of one prompt that were used the same number of times; class and last use are the run's
+ *   run      entries of one prompt that were used about as often; class and last use are the run's
  *   block    the number a block has in the index, where it is in the tier as well
  * A prompt touches a whole path, so what was last used by a prompt is one suffix of its path: runs shrink at their head
- * when a later prompt takes the prefix over, at their tail when blocks leave, never in the middle.
+ * when a later prompt takes the prefix over, at their tail when blocks leave, never in the middle. Nearly everything is
+ * therefore kept by run, and done by run.
  * Whether the tier follows the learned order or LRU is decided by the hits of both, see `fx_hazard_put`. */
 #ifndef FX_HAZARD_H
 #define FX_HAZARD_H
@@ -37,16 +38,17 @@ void fx_hazard_placed(fx_hazard *hazard, const uint32_t *blocks, uint32_t n);
 /* Blocks (a prefix, in prompt order) were read. A put of the same blocks that follows counts as the same use. */
 void fx_hazard_read(fx_hazard *hazard, const uint32_t *blocks, uint32_t n, double now);
 
-/* Blocks came into the tier, or left it. */
-void fx_hazard_came(fx_hazard *hazard, const uint32_t *blocks, uint32_t n);
+/* Blocks came into the tier (returns as fx_hazard_wanted does), or left it. */
+uint32_t fx_hazard_came(fx_hazard *hazard, const uint32_t *blocks, uint32_t n, uint8_t *wanted);
 void fx_hazard_left(fx_hazard *hazard, const uint32_t *blocks, uint32_t n);
 
 /* Which of the blocks are to be held: wanted[i] = 1. Returns how many: n (and says no more) while LRU is
  * followed. */
 uint32_t fx_hazard_wanted(const fx_hazard *hazard, const uint32_t *blocks, uint32_t n, uint8_t *wanted);
 
-/* Blocks of the tier that it should not hold any longer, leaves first, each told once. Returns how many, <= limit. */
-uint32_t fx_hazard_unwanted(fx_hazard *hazard, uint32_t *blocks, uint32_t limit);
+/* Blocks of the tier that it should not hold any longer, leaves first, each told once: `*count` of them, until the next
+ * put. */
+const uint32_t *fx_hazard_unwanted(fx_hazard *hazard, uint32_t *count);
 
 /* Forget every entry; what was learned stays. */
 void fx_hazard_clear(fx_hazard *hazard);

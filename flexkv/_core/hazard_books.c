@@ -1,113 +1,95 @@
-/* Entries, ghosts, runs, candidates and the LRU beside: the bookkeeping of hazard.c.
- *
- * An entry that follows its parent (parent + 1 == entry) is found from there; only the others are in the hash table.
- * Free entries are a stack: chains are forgotten deepest first, so they are taken again in ascending order. */
+/* Ghosts, runs, candidates and the LRU beside: the bookkeeping of hazard.c. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "hazard_impl.h"
 
-/* ---- entries ---- */
-
-static inline int same(fx_name a, fx_name b) { return a.lo == b.lo && a.hi == b.hi; }
-
-uint32_t fx_entry_find(const fx_hazard *h, uint32_t parent, fx_name name) {
-  uint32_t guess = parent + 1; /* at most `limit`: a spare entry that is never in use */
-  if (same(h->name[guess], name) && h->parent[guess] == parent) return guess;
-  for (uint32_t at = (uint32_t)name.lo & h->table_mask;; at = (at + 1) & h->table_mask) {
-    uint64_t cell = h->table[at];
-    if (cell == ~0ull) return FX_NONE;
-    if (cell >> 32 == (uint32_t)name.lo && same(h->name[(uint32_t)cell], name)) return (uint32_t)cell;
-  }
-}
-
-uint32_t fx_entry_new(fx_hazard *h, uint32_t parent, fx_name name) {
-  uint32_t entry = h->freed_count ? h->freed[--h->freed_count] : h->fresh++;
-  h->name[entry] = name;
-  h->parent[entry] = parent;
-  h->depth[entry] = parent == FX_NONE ? 0 : h->depth[parent] + 1;
-  h->kids[entry] = 0;
-  h->uses[entry] = 0;
-  h->flags[entry] = 0;
-  h->block_of[entry] = FX_NONE;
-  if (parent + 1 != entry) {
-    uint32_t at = (uint32_t)name.lo & h->table_mask;
-    while (h->table[at] != ~0ull) at = (at + 1) & h->table_mask;
-    h->table[at] = (uint64_t)(uint32_t)name.lo << 32 | entry;
-  }
-  return entry;
-}
-
-/* Move later cells of the cluster back, so that no tombstones pile up. */
-static void table_remove(fx_hazard *h, uint32_t entry) {
-  uint32_t mask = h->table_mask, hole = (uint32_t)h->name[entry].lo & mask;
-  while ((uint32_t)h->table[hole] != entry) hole = (hole + 1) & mask;
-  for (uint32_t at = (hole + 1) & mask;; at = (at + 1) & mask) {
-    uint64_t cell = h->table[at];
-    if (cell == ~0ull) break;
-    uint32_t home = (uint32_t)(cell >> 32) & mask;
-    if (((at - home) & mask) < ((at - hole) & mask)) continue; /* its home lies behind the hole */
-    h->table[hole] = cell;
-    hole = at;
-  }
-  h->table[hole] = ~0ull;
-}
-
-static void forget(fx_hazard *h, uint32_t entry) {
-  uint32_t block = h->block_of[entry];
-  if (block != FX_NONE) h->entry_of[block] = FX_NONE;
-  if (h->parent[entry] + 1 != entry) table_remove(h, entry);
-  h->parent[entry] = FX_GONE;
-  h->freed[h->freed_count++] = entry;
-  fx_run_release(h, h->run_of[entry], 1);
-}
-
 /* ---- ghosts, oldest first; descendants before their ancestors ---- */
 
-void fx_ghost_add(fx_hazard *h, uint32_t entry) {
-  h->older[entry] = h->newest_ghost;
-  h->newer[entry] = FX_NONE;
-  *(h->newest_ghost == FX_NONE ? &h->oldest_ghost : &h->newer[h->newest_ghost]) = entry;
-  h->newest_ghost = entry;
-  h->ghosts++;
+static void span_unlink(fx_hazard *h, uint32_t number) {
+  fx_span *span = &h->span[number];
+  fx_run *run = &h->run[span->run];
+  *(span->older == FX_NONE ? &h->oldest_span : &h->span[span->older].newer) = span->newer;
+  *(span->newer == FX_NONE ? &h->newest_span : &h->span[span->newer].older) = span->older;
+  *(span->deeper == FX_NONE ? &run->oldest : &h->span[span->deeper].shallower) = span->shallower;
+  *(span->shallower == FX_NONE ? &run->newest : &h->span[span->shallower].deeper) = span->deeper;
+  span->newer = h->free_span;
+  h->free_span = number;
 }
 
-void fx_ghost_remove(fx_hazard *h, uint32_t entry) {
-  uint32_t older = h->older[entry], newer = h->newer[entry];
-  *(older == FX_NONE ? &h->oldest_ghost : &h->newer[older]) = newer;
-  *(newer == FX_NONE ? &h->newest_ghost : &h->older[newer]) = older;
-  h->ghosts--;
+/* The deepest `count` entries that the run held become ghosts, the deepest first. */
+void fx_ghosts_add(fx_hazard *h, uint32_t number, uint32_t count) {
+  fx_run *run = &h->run[number];
+  h->ghosts += count;
+  if (h->newest_span != FX_NONE && h->span[h->newest_span].run == number) {
+    h->span[h->newest_span].count += count;
+    return;
+  }
+  uint32_t made = h->free_span;
+  if (made != FX_NONE)
+    h->free_span = h->span[made].newer;
+  else
+    made = h->spans_made++;
+  h->span[made] = (fx_span){number, count, FX_NONE, h->newest_span, FX_NONE, run->newest};
+  *(h->newest_span == FX_NONE ? &h->oldest_span : &h->span[h->newest_span].newer) = made;
+  *(run->newest == FX_NONE ? &run->oldest : &h->span[run->newest].shallower) = made;
+  h->newest_span = run->newest = made;
+}
+
+/* The first `count` ghosts of the run are none any more. */
+void fx_ghosts_take(fx_hazard *h, uint32_t number, uint32_t count) {
+  fx_run *run = &h->run[number];
+  h->ghosts -= count;
+  while (count) {
+    fx_span *span = &h->span[run->newest];
+    uint32_t some = fx_least(span->count, count);
+    span->count -= some;
+    count -= some;
+    if (!span->count) span_unlink(h, run->newest);
+  }
 }
 
 void fx_ghosts_trim(fx_hazard *h, uint32_t limit) {
   while (h->ghosts > limit) {
-    uint32_t entry = h->oldest_ghost;
-    fx_ghost_remove(h, entry);
-    forget(h, entry);
+    fx_span *span = &h->span[h->oldest_span];
+    uint32_t number = span->run, first, some = fx_least(h->ghosts - limit, span->count);
+    fx_run *run = &h->run[number];
+    h->ghosts -= some;
+    span->count -= some;
+    if (!span->count) span_unlink(h, h->oldest_span);
+    while (some) {
+      uint32_t gone = fx_piece_up(h, run->last, some, &first), above = fx_parent(h, first);
+      fx_entries_forget(h, first, gone);
+      run->last = above;
+      run->end -= gone;
+      some -= gone;
+    }
+    if (run->low == run->end) fx_run_release(h, number);
   }
 }
 
 /* ---- runs ---- */
 
-uint32_t fx_run_new(fx_hazard *h, uint32_t prompt, uint32_t class, uint32_t entries) {
+/* A run that holds nothing yet; its entries and `last` are set by who makes it. */
+uint32_t fx_run_new(fx_hazard *h, uint32_t prompt, uint32_t class, uint32_t low, uint32_t end) {
   uint32_t number = h->free_run;
   if (number != FX_NONE)
     h->free_run = h->run[number].next;
   else
     number = h->runs_made++;
   uint32_t last = h->run[0].prev;
-  h->run[number] = (fx_run){.last_use = h->now, .stamp = h->stamp, .entries = entries, .deepest = FX_NONE,
-                            .prompt = prompt, .class = class, .spot = FX_NONE, .next = 0, .prev = last, .current = 1};
+  h->run[number] = (fx_run){.last_use = h->now, .stamp = h->stamp, .low = low, .high = low, .end = end,
+                            .deepest = FX_NONE, .oldest = FX_NONE, .newest = FX_NONE, .prompt = prompt,
+                            .class = class, .spot = FX_NONE, .next = 0, .prev = last, .current = 1};
   h->run[last].next = h->run[0].prev = number;
   h->prompt[prompt].runs++;
   h->runs++;
   return number;
 }
 
-void fx_run_release(fx_hazard *h, uint32_t number, uint32_t entries) {
+/* It has no entries left. */
+void fx_run_release(fx_hazard *h, uint32_t number) {
   fx_run *run = &h->run[number];
-  run->entries -= entries;
-  if (run->entries) return;
   fx_withdraw(h, number);
   fx_prompt_release(h, run->prompt);
   h->run[run->prev].next = run->next;
@@ -223,14 +205,18 @@ void fx_prompt_release(fx_hazard *h, uint32_t number) {
  * Returns its hits. */
 uint32_t fx_lru_use(fx_hazard *h, uint32_t number, uint32_t known, uint32_t n, int insert) {
   uint32_t hits = 0, missed = 0;
-  for (uint32_t i = 0, end; i < known; i = end) {
-    uint32_t owner = h->run[h->run_of[h->path[i]]].prompt;
+  for (uint32_t i = 0; i < h->known_pieces;) {
+    uint32_t start = h->path[i].depth, owner = h->run[h->run_of[h->path[i].entry]].prompt, end = known;
     fx_prompt *from = &h->prompt[owner];
-    for (end = i + 1; end < known && h->run[h->run_of[h->path[end]]].prompt == owner;) end++;
-    uint32_t kept = from->high < end ? from->high : end;
-    kept = kept > i ? kept - i : 0;
+    for (i++; i < h->known_pieces; i++)
+      if (h->run[h->run_of[h->path[i].entry]].prompt != owner) {
+        end = h->path[i].depth;
+        break;
+      }
+    uint32_t kept = fx_least(from->high, end);
+    kept = kept > start ? kept - start : 0;
     if (!missed) hits += kept;
-    missed |= kept < end - i;
+    missed |= kept < end - start;
     h->lru_used -= kept;
     from->low = end;
     if (from->low >= from->high) lru_leave(h, owner);

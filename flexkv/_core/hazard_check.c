@@ -3,23 +3,52 @@
 #define WRONG_IF(what) \
   if (what) return #what
 
+/* The spans of a run: its ghosts, to the last one. */
+static const char *check_spans(const fx_hazard *h, uint32_t number) {
+  const fx_run *run = &h->run[number];
+  uint32_t ghosts = 0, deeper = FX_NONE;
+  for (uint32_t i = run->oldest; i != FX_NONE; deeper = i, i = h->span[i].shallower) {
+    WRONG_IF(h->span[i].run != number || !h->span[i].count || h->span[i].deeper != deeper);
+    ghosts += h->span[i].count;
+    WRONG_IF(ghosts > run->end - run->low);
+  }
+  WRONG_IF(run->newest != deeper || ghosts != run->end - run->high);
+  return 0;
+}
+
+/* A run's entries, from its last one up. */
+static const char *check_entries(const fx_hazard *h, uint32_t number) {
+  const fx_run *run = &h->run[number];
+  uint32_t at = run->last;
+  for (uint32_t depth = run->end; depth-- > run->low; at = fx_parent(h, at)) {
+    WRONG_IF(at == FX_NONE || h->run_of[at] != number || h->depth[at] != depth);
+    WRONG_IF(fx_held(run) && depth == run->high - 1 && at != run->deepest);
+  }
+  WRONG_IF((at == FX_NONE) != !run->low);
+  if (at == FX_NONE) return 0;
+  WRONG_IF(!fx_in_use(h, at) || h->depth[at] != run->low - 1);
+  WRONG_IF(fx_held(run) && (!h->kids[at] || !fx_is_held(h, at)));
+  return 0;
+}
+
 /* The runs, in a ring, and what they say of their entries. */
 static const char *check_runs(const fx_hazard *h) {
   uint64_t entries = 0, held = 0, runs = 0;
+  const char *wrong;
   for (uint32_t i = h->run[0].next; i; i = h->run[i].next, runs++) {
     const fx_run *run = &h->run[i];
     WRONG_IF(runs >= h->runs);
-    WRONG_IF(h->run[run->next].prev != i || !run->entries || run->held > run->entries || run->current);
-    entries += run->entries;
-    held += run->held;
-    uint32_t at = run->deepest;
-    for (uint32_t k = 0; k < run->held; k++, at = h->parent[at])
-      WRONG_IF(at == FX_NONE || !fx_in_use(h, at) || h->run_of[at] != i || !fx_is_held(h, at));
-    int leaf = run->held && !h->kids[run->deepest];
+    WRONG_IF(h->run[run->next].prev != i || run->current);
+    WRONG_IF(run->low >= run->end || run->high < run->low || run->high > run->end);
+    entries += run->end - run->low;
+    held += fx_held(run);
+    if ((wrong = check_entries(h, i)) || (wrong = check_spans(h, i))) return wrong;
+    int leaf = fx_held(run) && !h->kids[run->deepest];
     WRONG_IF(leaf != (run->spot != FX_NONE));
     WRONG_IF(leaf && h->candidates[run->class].run[run->spot] != i);
   }
-  WRONG_IF(runs != h->runs || entries != h->fresh - h->freed_count || held != h->used);
+  WRONG_IF(runs != h->runs || held != h->used || entries != h->used + h->ghosts);
+  WRONG_IF(entries != h->limit - fx_runs_free(h->vacant));
   return 0;
 }
 
@@ -33,27 +62,38 @@ static const char *check_lru(const fx_hazard *h) {
   return 0;
 }
 
-const char *fx_hazard_check(const fx_hazard *h) {
-  uint32_t used = 0, ghosts = 0, known = 0, shared = 0;
-  WRONG_IF(h->used > h->capacity || h->ghosts > FX_GHOSTS * h->capacity);
-  for (uint32_t i = 0; i < h->fresh; i++) {
-    if (!fx_in_use(h, i)) continue;
-    uint32_t parent = h->parent[i];
-    known++;
-    used += fx_is_held(h, i) != 0;
-    shared += fx_is_shared(h, i) != 0;
-    WRONG_IF(parent != FX_NONE && !fx_in_use(h, parent));
-    WRONG_IF(fx_is_held(h, i) && parent != FX_NONE && !fx_is_held(h, parent));
-    WRONG_IF(fx_entry_find(h, parent, h->name[i]) != i);
-    uint32_t block = h->block_of[i];
-    WRONG_IF(block != FX_NONE && (block >= h->max_blocks || h->entry_of[block] != i));
+static const char *check_blocks(const fx_hazard *h) {
+  for (uint32_t i = 0; i < h->max_blocks; i++) {
+    uint32_t entry = h->entry_of[i];
+    if (entry == FX_NONE) continue;
+    WRONG_IF(!fx_in_use(h, entry) || h->block_of[entry] != i || h->here[entry] != h->in_tier[i]);
   }
-  for (uint32_t i = h->oldest_ghost; i != FX_NONE; i = h->newer[i], ghosts++)
-    WRONG_IF(ghosts > h->ghosts || !fx_in_use(h, i) || fx_is_held(h, i));
-  WRONG_IF(shared != h->shared);
-  WRONG_IF(used != h->used || ghosts != h->ghosts || used + ghosts != known || known != h->fresh - h->freed_count);
-  for (uint32_t i = 0; i < h->max_blocks; i++)
-    WRONG_IF(h->entry_of[i] != FX_NONE && (!fx_in_use(h, h->entry_of[i]) || h->block_of[h->entry_of[i]] != i));
-  const char *wrong = check_runs(h);
-  return wrong ? wrong : check_lru(h);
+  return 0;
+}
+
+const char *fx_hazard_check(const fx_hazard *h) {
+  uint64_t known = 0, shared = 0, ghosts = 0, kids = 0, begun = 0;
+  const char *wrong;
+  WRONG_IF(h->used > h->capacity || h->ghosts > FX_GHOSTS * h->capacity);
+  if ((wrong = check_runs(h)) || (wrong = check_lru(h)) || (wrong = check_blocks(h))) return wrong;
+  for (uint32_t i = 0; i < h->limit; i++) {
+    WRONG_IF(!fx_in_use(h, i) && h->linked[i]);
+    if (!fx_in_use(h, i)) continue;
+    uint64_t key[] = {h->name[i], 0};
+    known++;
+    kids += h->kids[i];
+    shared += fx_is_held(h, i) && h->here[i];
+    WRONG_IF(h->linked[i] > 1 || (h->linked[i] && !(i && fx_in_use(h, i - 1))));
+    WRONG_IF(fx_entry_find(h, fx_parent(h, i), key) != i);
+    WRONG_IF(h->here[i] && (h->block_of[i] == FX_NONE || !h->in_tier[h->block_of[i]]));
+    WRONG_IF(h->block_of[i] != FX_NONE && h->entry_of[h->block_of[i]] != i);
+  }
+  for (uint32_t i = h->run[0].next; i; i = h->run[i].next) begun += fx_held(&h->run[i]) && h->run[i].low;
+  WRONG_IF(kids != begun || shared != h->shared || known != h->used + h->ghosts);
+  for (uint32_t i = h->oldest_span, older = FX_NONE; i != FX_NONE; older = i, i = h->span[i].newer) {
+    WRONG_IF(h->span[i].older != older || ghosts > h->ghosts);
+    ghosts += h->span[i].count;
+  }
+  WRONG_IF(ghosts != h->ghosts);
+  return 0;
 }

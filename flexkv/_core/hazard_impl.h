@@ -1,30 +1,35 @@
-/* The inside of hazard, shared by hazard.c (what a prompt does), hazard_books.c (entries, runs, candidates, ghosts, the
- * LRU beside) and hazard_check.c. */
+/* The inside of hazard, shared by hazard.c (what a prompt does), hazard_guard.c (whether that is followed),
+ * hazard_books.c (runs, candidates, ghosts, the LRU beside), hazard_entries.c (entries and their blocks) and
+ * hazard_check.c. */
 #ifndef FX_HAZARD_IMPL_H
 #define FX_HAZARD_IMPL_H
 #include <stddef.h>
 
 #include "hazard.h"
 #include "rates.h"
+#include "runs.h"
 
 #define FX_NONE 0xFFFFFFFFu
-#define FX_GONE 0xFEFEFEFEu /* parent of an entry that is not in use */
-#define FX_HELD 1u          /* flags of an entry: the model holds it; a prompt ended here */
-#define FX_END 2u
 #define FX_GHOSTS 4u /* times the capacity */
 
-typedef struct {
-  uint64_t lo, hi;
-} fx_name;
-
+/* Entries [low, end) of a prompt's path, by depth; those below `high` are held, the others are ghosts. */
 typedef struct {
   double last_use;
   uint64_t stamp; /* of the prompt */
-  uint32_t entries, held, deepest; /* deepest: of those held */
-  uint32_t prompt, class, spot;    /* spot: place among the candidates of its class, FX_NONE: it is none */
-  uint32_t next, prev;             /* runs in use, in a ring through run 0; free ones by `next` */
+  uint32_t low, high, end;
+  uint32_t deepest, last;       /* the entries at high - 1, if any is held, and at end - 1 */
+  uint32_t oldest, newest;      /* its spans of ghosts: the oldest is the deepest */
+  uint32_t prompt, class, spot; /* spot: place among the candidates of its class, FX_NONE: it is none */
+  uint32_t next, prev;          /* runs in use, in a ring through run 0; free ones by `next` */
   uint8_t next_bin, read_only, current; /* current: of the prompt being served, which does not evict itself */
 } fx_run;
+
+/* Ghosts of one run that followed each other into the queue of ghosts, deepest first. */
+typedef struct {
+  uint32_t run, count;
+  uint32_t newer, older;         /* in the queue; free ones by `newer` */
+  uint32_t shallower, deeper;    /* in the run */
+} fx_span;
 
 /* A prompt for the LRU beside: it keeps [low, high) of the prompt's path. */
 typedef struct {
@@ -38,16 +43,24 @@ typedef struct {
   double value;                 /* of the first, now */
 } fx_candidates;
 
+/* Entries of a path with neighbouring numbers, and (those known before the prompt came) of one run. */
+typedef struct {
+  uint32_t entry, depth, count;
+} fx_piece;
+
 struct fx_hazard {
-  uint32_t capacity, max_blocks;
-  uint32_t limit, fresh, freed_count; /* limit: entries there can be; fresh: never used from here on */
+  uint32_t capacity, max_blocks, limit; /* limit: entries there can be */
   int sabotage;
-  fx_name *name;
-  uint32_t *parent, *depth, *run_of, *kids, *block_of, *newer, *older, *freed; /* by entry; newer, older: of ghosts */
-  uint8_t *uses, *flags;
-  uint64_t *table; /* entries that do not follow their parent: low half of the name << 32 | entry */
-  uint32_t table_mask;
-  uint32_t oldest_ghost, newest_ghost, ghosts, used;
+  /* by entry; one that is linked follows its parent, entry - 1, and only the others are in the table */
+  uint64_t *name; /* low half of the key */
+  uint32_t *parent, *depth, *run_of, *kids, *block_of; /* kids: runs that begin below it and hold something */
+  uint8_t *uses, *linked, *ended, *here;               /* here: its block is in the tier */
+  uint32_t *table, table_mask;
+  fx_runs *vacant;
+  uint32_t *taken;
+  uint32_t ghosts, used;
+  fx_span *span;
+  uint32_t spans_made, free_span, oldest_span, newest_span;
   fx_run *run;
   uint32_t runs, runs_made, free_run;
   fx_prompt *prompt;
@@ -55,9 +68,10 @@ struct fx_hazard {
   fx_candidates *candidates;
   uint32_t *active, active_count;
   fx_rates *rates;
-  uint32_t *path, *fresh_runs, length, known, placed; /* of the prompt served last */
-  uint32_t *entry_of;                         /* by block */
-  uint8_t *here;
+  fx_piece *path; /* of the prompt served last; `known` entries in the first `known_pieces` */
+  uint32_t *fresh, pieces, known_pieces, length, known, placed; /* fresh: its runs */
+  uint32_t *entry_of; /* by block */
+  uint8_t *in_tier;
   uint32_t shared; /* entries held that are here */
   uint32_t *unwanted, unwanted_count, cursor; /* cursor: those below were looked at since following began */
   double now;
@@ -67,27 +81,45 @@ struct fx_hazard {
   size_t memory_bytes;
 };
 
-static inline int fx_in_use(const fx_hazard *h, uint32_t entry) { return h->parent[entry] != FX_GONE; }
-static inline int fx_is_held(const fx_hazard *h, uint32_t entry) { return h->flags[entry] & FX_HELD; }
-
-/* The model and the tier both hold it. */
-static inline int fx_is_shared(const fx_hazard *h, uint32_t entry) {
-  uint32_t block = h->block_of[entry];
-  return fx_is_held(h, entry) && block != FX_NONE && h->here[block];
+static inline uint32_t fx_held(const fx_run *run) { return run->high - run->low; }
+static inline int fx_in_use(const fx_hazard *h, uint32_t entry) { return h->run_of[entry] != FX_NONE; }
+static inline int fx_is_held(const fx_hazard *h, uint32_t entry) {
+  return h->depth[entry] < h->run[h->run_of[entry]].high;
 }
+static inline uint32_t fx_parent(const fx_hazard *h, uint32_t entry) {
+  return h->linked[entry] ? entry - 1 : h->parent[entry];
+}
+static inline uint32_t fx_least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+/* hazard_entries.c */
+uint32_t fx_entry_find(const fx_hazard *h, uint32_t parent, const uint64_t *key);
+uint32_t fx_entries_same(const fx_hazard *h, uint32_t entry, const uint64_t *keys, uint32_t n);
+void fx_entries_new(fx_hazard *h, const uint64_t *keys, uint32_t n);
+void fx_entries_forget(fx_hazard *h, uint32_t first, uint32_t n);
+uint32_t fx_piece_up(const fx_hazard *h, uint32_t last, uint32_t n, uint32_t *first);
+uint32_t fx_count_here(const fx_hazard *h, uint32_t first, uint32_t n);
+uint32_t fx_path_at(const fx_hazard *h, uint32_t depth);
+uint32_t fx_path_here(const fx_hazard *h, uint32_t from, uint32_t to);
+uint32_t fx_run_at(const fx_hazard *h, const fx_run *run, uint32_t depth);
 
 /* hazard_books.c */
-uint32_t fx_entry_find(const fx_hazard *h, uint32_t parent, fx_name name);
-uint32_t fx_entry_new(fx_hazard *h, uint32_t parent, fx_name name);
-void fx_ghost_add(fx_hazard *h, uint32_t entry);
-void fx_ghost_remove(fx_hazard *h, uint32_t entry);
+void fx_ghosts_add(fx_hazard *h, uint32_t run, uint32_t count);
+void fx_ghosts_take(fx_hazard *h, uint32_t run, uint32_t count);
 void fx_ghosts_trim(fx_hazard *h, uint32_t limit);
-uint32_t fx_run_new(fx_hazard *h, uint32_t prompt, uint32_t number, uint32_t entries);
-void fx_run_release(fx_hazard *h, uint32_t run, uint32_t entries);
+uint32_t fx_run_new(fx_hazard *h, uint32_t prompt, uint32_t class, uint32_t low, uint32_t end);
+void fx_run_release(fx_hazard *h, uint32_t run);
 void fx_offer(fx_hazard *h, uint32_t run);
 void fx_withdraw(fx_hazard *h, uint32_t run);
 void fx_price(fx_hazard *h, fx_candidates *of);
 uint32_t fx_prompt_new(fx_hazard *h);
 void fx_prompt_release(fx_hazard *h, uint32_t prompt);
 uint32_t fx_lru_use(fx_hazard *h, uint32_t prompt, uint32_t known, uint32_t n, int insert);
+
+/* hazard.c */
+uint32_t fx_shorten(fx_hazard *h, uint32_t run, uint32_t want);
+
+/* hazard_guard.c */
+int fx_judge(fx_hazard *h, uint32_t n, uint32_t hits, uint32_t lru_hits);
+void fx_switch(fx_hazard *h);
+void fx_look_around(fx_hazard *h);
 #endif

@@ -9,8 +9,9 @@ docs/hazard.md holds formulas, figures and sources.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from flexkv.errors import ConfigError
 from flexkv.model import BlockIds, KeyArray
 from flexkv.policies.ranked import RankedPolicy
 from flexkv.protocols import PolicyContext
+
+if TYPE_CHECKING:
+    from flexkv._core import CData
 
 _AGED = 1e12  # seconds by which blocks that should leave look older than others
 _SIZES = ("under 4 blocks", "4 to 15 blocks", "16 to 63 blocks", "64 blocks or more")
@@ -67,7 +71,7 @@ class Hazard(RankedPolicy):
             raise MemoryError(f"no memory for a hazard of {context.capacity_blocks} blocks")
         self._model = ffi.gc(made, lib.fx_hazard_close)
         self._tier, self._resident = context.tier, 0
-        self._unwanted = np.empty(context.max_blocks, np.uint32)
+        self._leaving = ffi.new("uint32_t *")
 
     # whole prompts
 
@@ -75,14 +79,14 @@ class Hazard(RankedPolicy):
         self, keys: KeyArray, known: BlockIds, now: float, output_tokens: int | None = None
     ) -> int:
         """Serve the prompt in the model; what that gives up leaves the tier first."""
-        words = ffi.from_buffer("uint64_t[]", keys)
         answer = -1 if output_tokens is None else output_tokens
+        words = ffi.from_buffer("uint64_t[]", keys)
         wanted = int(lib.fx_hazard_put(self._model, words, len(keys), now, answer))
-        self.placed(known)
-        room = ffi.from_buffer("uint32_t[]", self._unwanted)
-        count = lib.fx_hazard_unwanted(self._model, room, len(self._unwanted))
-        if count:
-            self._demote(self._unwanted[:count])
+        lib.fx_hazard_placed(self._model, ffi.from_buffer("uint32_t[]", known), len(known))
+        found = lib.fx_hazard_unwanted(self._model, self._leaving)
+        if count := self._leaving[0]:
+            leaving = np.frombuffer(ffi.buffer(found, 4 * count), np.uint32)
+            self.order.rank(leaving, now - _AGED)
         return wanted
 
     def placed(self, blocks: BlockIds) -> None:
@@ -93,14 +97,13 @@ class Hazard(RankedPolicy):
 
     def inserted(self, blocks: BlockIds, now: float) -> None:
         """Rank newcomers by time; those that should not be held are the next to leave."""
-        lib.fx_hazard_came(self._model, ffi.from_buffer("uint32_t[]", blocks), len(blocks))
         self._resident += len(blocks)
-        self._rank(blocks, now)
+        self._rank(blocks, now, lib.fx_hazard_came)
 
     def touched(self, blocks: BlockIds, now: float) -> None:
         """Learn from the use, unless it is that of the prompt just put; rank by time."""
         lib.fx_hazard_read(self._model, ffi.from_buffer("uint32_t[]", blocks), len(blocks), now)
-        self._rank(blocks, now)
+        self._rank(blocks, now, lib.fx_hazard_wanted)
 
     def removed(self, blocks: BlockIds) -> None:
         """Forget their numbers; an empty tier has an empty model, what was learned stays."""
@@ -109,18 +112,15 @@ class Hazard(RankedPolicy):
         if self._resident == 0:
             lib.fx_hazard_clear(self._model)
 
-    def _rank(self, blocks: BlockIds, now: float) -> None:
+    def _rank(
+        self, blocks: BlockIds, now: float, ask: Callable[[CData, CData, int, CData], int]
+    ) -> None:
         wanted = np.empty(len(blocks), np.bool_)
         given = (ffi.from_buffer("uint32_t[]", blocks), len(blocks))
-        count = lib.fx_hazard_wanted(self._model, *given, ffi.from_buffer("uint8_t[]", wanted))
-        if count < len(blocks):
+        if ask(self._model, *given, ffi.from_buffer("uint8_t[]", wanted)) < len(blocks):
             self.order.rank(blocks[~wanted], now - _AGED)
             blocks = blocks[wanted]
         self.order.rank(blocks, now)
-
-    def _demote(self, blocks: BlockIds) -> None:
-        ranks = self.order.ranks(blocks)
-        self.order.rank_each(blocks, np.where(ranks > _AGED / -2, ranks - _AGED, ranks))
 
     # what it knows
 
