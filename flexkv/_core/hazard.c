@@ -23,7 +23,7 @@ static void empty(fx_hazard *h) {
   h->oldest_span = h->newest_span = h->free_span = h->free_run = h->free_prompt = FX_NONE;
   h->runs_made = h->prompts_made = 1;
   h->spans_made = 0;
-  h->run[0] = (fx_run){0};
+  h->turn[0] = (fx_turn){0};
   h->prompt[0] = (fx_prompt){.runs = 1};
   h->length = h->known = h->pieces = h->known_pieces = h->unwanted_count = h->shared = 0;
 }
@@ -39,7 +39,8 @@ static int reserve_all(fx_hazard *h) {
   return RESERVE(name, spare) && RESERVE(parent, spare) && RESERVE(depth, spare) && RESERVE(run_of, spare) &&
          RESERVE(kids, spare) && RESERVE(block_of, spare) && RESERVE(uses, spare) && RESERVE(linked, spare) &&
          RESERVE(ended, spare) && RESERVE(here, spare) && RESERVE(table, cells) && RESERVE(taken, longest) &&
-         RESERVE(span, limit) && RESERVE(run, limit + 1) && RESERVE(prompt, limit + 2) && RESERVE(path, longest) &&
+         RESERVE(span, limit) && RESERVE(run, limit + 1) && RESERVE(turn, limit + 1) &&
+         RESERVE(prompt, limit + 2) && RESERVE(path, longest) &&
          RESERVE(fresh, longest) && RESERVE(candidates, fx_rates_limit()) && RESERVE(active, fx_rates_limit()) &&
          RESERVE(entry_of, blocks) && RESERVE(in_tier, blocks) && RESERVE(unwanted, blocks);
 }
@@ -67,14 +68,14 @@ void fx_hazard_close(fx_hazard *h) {
   fx_rates_close(h->rates);
   fx_runs_close(h->vacant);
   void *all[] = {h->name,  h->parent, h->depth, h->run_of,     h->kids,   h->block_of, h->uses,  h->linked,
-                 h->ended, h->here,   h->table, h->taken,      h->span,   h->run,      h->prompt, h->path,
+                 h->ended, h->here,   h->table, h->taken,      h->span,   h->run,      h->turn, h->prompt, h->path,
                  h->fresh, h->active, h->candidates, h->entry_of, h->in_tier, h->unwanted};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
   free(h);
 }
 
 void fx_hazard_clear(fx_hazard *h) {
-  for (uint32_t number = h->run[0].next; number; number = h->run[number].next) {
+  for (uint32_t number = h->turn[0].next; number; number = h->turn[number].next) {
     const fx_run *run = &h->run[number];
     for (uint32_t left = run->end - run->low, entry = run->last, first; left; entry = fx_parent(h, first)) {
       uint32_t some = fx_piece_up(h, entry, left, &first);
@@ -92,7 +93,7 @@ static uint32_t piece_end(const fx_hazard *h, uint32_t piece) { return h->path[p
 
 static void used_again(fx_hazard *h, const fx_piece *piece) {
   uint8_t *uses = h->uses + piece->entry;
-  for (uint32_t i = 0; i < piece->count; i++) uses[i] = (uint8_t)(uses[i] + (uses[i] < 255));
+  for (uint32_t i = 0, count = piece->count; i < count; i++) uses[i] = (uint8_t)(uses[i] + (uses[i] < 255));
 }
 
 /* The known entries of the path leave their runs (and the ghosts). What is used the second time by a put, after it was
@@ -104,9 +105,10 @@ static void learn(fx_hazard *h, int by_put) {
     for (last = i + 1; last < h->known_pieces && h->run_of[h->path[last].entry] == number;) last++;
     uint32_t end = piece_end(h, last - 1), count = end - start;
     if (!(by_put && run->read_only)) {
-      uint32_t bin = fx_rates_bin(h->now - run->last_use);
+      const fx_turn *turn = &h->turn[number];
+      uint32_t bin = fx_rates_bin(h->now - turn->last_use);
       fx_rates_reused(h->rates, run->class, bin, count);
-      if (bin >= run->next_bin) fx_rates_entered(h->rates, run->class, run->next_bin, bin, count);
+      if (bin >= turn->next_bin) fx_rates_entered(h->rates, run->class, turn->next_bin, bin, count);
       for (uint32_t at = i; at < last; at++) used_again(h, &h->path[at]);
     }
     if (fx_held(run) && start) h->kids[fx_path_at(h, start - 1)]--;
@@ -128,13 +130,14 @@ static uint32_t used_alike(const uint8_t *uses, uint32_t n) {
   static const uint8_t lowest[] = {0, 1, 2, 3, 3, 5, 5, 5, 5}, highest[] = {0, 1, 2, 4, 4, 8, 8, 8, 8};
   uint32_t like = uses[0], same = 1;
   uint8_t low = like < 9 ? lowest[like] : like < 17 ? 9 : 17, high = like < 9 ? highest[like] : like < 17 ? 16 : 255;
-  for (; same + 8 <= n; same += 8) {
-    uint8_t differ = 0;
-    for (uint32_t i = 0; i < 8; i++) differ |= (uint8_t)((uses[same + i] < low) | (uses[same + i] > high));
-    if (differ) break;
+  for (uint64_t eight, all = like * 0x0101010101010101u; same < n; same++) {
+    for (; same + 8 <= n; same += 8) { /* mostly they were used exactly as often */
+      memcpy(&eight, uses + same, sizeof eight);
+      if (eight != all) break;
+    }
+    if (same < n && (uses[same] < low || uses[same] > high)) break;
   }
-  while (same < n && uses[same] >= low && uses[same] <= high) same++;
-  return same;
+  return fx_least(same, n);
 }
 
 /* Whether two counts of uses are of one class: 0, 1, 2, 3-4, 5-8, 9-16, more. */
@@ -148,8 +151,8 @@ static void give(fx_hazard *h, uint32_t number, uint32_t from, uint32_t to, uint
   for (;; ++*at) {
     const fx_piece *piece = &h->path[*at];
     uint32_t start = from > piece->depth ? from : piece->depth, end = fx_least(to, piece->depth + piece->count);
-    uint32_t *run_of = h->run_of + piece->entry;
-    for (uint32_t i = start - piece->depth; i < end - piece->depth; i++) run_of[i] = number;
+    uint32_t *run_of = h->run_of + piece->entry + (start - piece->depth), count = end - start;
+    for (uint32_t i = 0; i < count; i++) run_of[i] = number;
     h->run[number].last = piece->entry + (end - 1 - piece->depth);
     if (end < to) continue;
     *at += end == piece->depth + piece->count;
@@ -204,14 +207,24 @@ static void let_go(fx_hazard *h, uint32_t first, uint32_t n) {
   uint32_t shared = fx_count_here(h, first, n);
   h->shared -= shared;
   if (!h->following || !shared) return;
+  uint32_t *unwanted = h->unwanted + h->unwanted_count;
+  const uint32_t *block_of = h->block_of;
+  const uint8_t *here = h->here;
+  h->unwanted_count += shared;
   for (uint32_t entry = first + n; entry-- > first;)
-    if (h->here[entry]) h->unwanted[h->unwanted_count++] = h->block_of[entry];
+    if (here[entry]) *unwanted++ = block_of[entry];
 }
 
 /* How many neighbours, from the last up, may leave in turn: until one has other runs below it. */
 static uint32_t childless(const fx_hazard *h, uint32_t first, uint32_t n) {
+  const uint32_t *last = h->kids + first + n - 1;
   uint32_t count = 1;
-  while (count < n && !h->kids[first + n - 1 - count]) count++;
+  for (; count + 8 <= n; count += 8) {
+    uint32_t any = 0;
+    for (uint32_t i = 0; i < 8; i++) any |= *(last - count - i);
+    if (any) break;
+  }
+  while (count < n && !*(last - count)) count++;
   return count;
 }
 
@@ -301,34 +314,37 @@ static void settle(fx_hazard *h, uint32_t held, uint32_t made) {
 
 /* Count the age bins that some runs have entered unused since they were looked at: all of them in a hundred prompts. */
 static void sweep(fx_hazard *h) {
-  for (uint32_t some = h->runs / 100 + 1; some && h->runs; some--) {
-    uint32_t number = h->run[0].next, last = h->run[0].prev;
-    fx_run *run = &h->run[number];
-    uint32_t bin = fx_rates_bin(h->now - run->last_use);
-    if (bin >= run->next_bin) {
-      fx_rates_entered(h->rates, run->class, run->next_bin, bin, run->end - run->low);
-      run->next_bin = (uint8_t)(bin + 1);
-    }
-    if (number == last) break;
-    h->run[0].next = run->next;
-    h->run[run->next].prev = 0;
-    run->prev = last;
-    run->next = 0;
-    h->run[last].next = h->run[0].prev = number;
+  fx_turn *turns = h->turn;
+  uint32_t some = fx_least(h->runs / 100 + 1, h->runs), first = turns[0].next, last = turns[0].prev, number = first;
+  for (uint32_t left = some; left; left--, number = turns[number].next) {
+    fx_turn *turn = &turns[number];
+    double age = h->now - turn->last_use;
+    if (age < fx_rates_start(h->rates, turn->next_bin)) continue;
+    const fx_run *run = &h->run[number];
+    uint32_t bin = fx_rates_bin(age);
+    fx_rates_entered(h->rates, run->class, turn->next_bin, bin, run->end - run->low);
+    turn->next_bin = bin + 1;
   }
+  if (!number) return; /* that was all of them */
+  turns[last].next = first; /* those go to the end */
+  turns[first].prev = last;
+  turns[0].prev = turns[number].prev;
+  turns[turns[0].prev].next = 0;
+  turns[0].next = number;
+  turns[number].prev = 0;
 }
 
 /* ---- the path ---- */
 
 /* How many of n neighbours, from the first, are of one run. */
 static uint32_t of_one_run(const uint32_t *run_of, uint32_t n) {
-  uint32_t same = 1;
-  for (; same + 8 <= n; same += 8) {
+  uint32_t same = 1, run = run_of[0];
+  for (; same + 16 <= n; same += 16) {
     uint32_t differ = 0;
-    for (uint32_t i = 0; i < 8; i++) differ |= run_of[same + i] ^ run_of[0];
+    for (uint32_t i = 0; i < 16; i++) differ |= run_of[same + i] ^ run;
     if (differ) break;
   }
-  while (same < n && run_of[same] == run_of[0]) same++;
+  while (same < n && run_of[same] == run) same++;
   return same;
 }
 
@@ -363,7 +379,7 @@ static void follow_blocks(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
   }
 }
 
-static void begin(fx_hazard *h) { h->length = h->known = h->pieces = h->known_pieces = h->placed = 0; }
+static void begin(fx_hazard *h) { h->length = h->known = h->pieces = h->known_pieces = 0; }
 
 static uint32_t held_of_path(const fx_hazard *h) {
   uint32_t held = 0;
@@ -378,7 +394,7 @@ static uint32_t held_of_path(const fx_hazard *h) {
 
 /* ---- the verbs ---- */
 
-uint32_t fx_hazard_put(fx_hazard *h, const uint64_t *keys, uint32_t n, double now, int64_t output_tokens) {
+static uint32_t serve(fx_hazard *h, const uint64_t *keys, uint32_t n, double now, int64_t output_tokens) {
   uint32_t whole = n;
   n = fx_least(n, FX_GHOSTS * h->capacity);
   begin(h);
@@ -409,11 +425,19 @@ uint32_t fx_hazard_put(fx_hazard *h, const uint64_t *keys, uint32_t n, double no
   return whole - held > spare ? held + spare : whole;
 }
 
-void fx_hazard_read(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now) {
+uint32_t fx_hazard_put(fx_hazard *h, const uint64_t *keys, uint32_t n, double now, int64_t output_tokens,
+                       const uint32_t *blocks, uint32_t known, uint32_t *unwanted) {
+  uint32_t wanted = serve(h, keys, n, now, output_tokens);
+  fx_hazard_placed(h, blocks, 0, known);
+  *unwanted = h->unwanted_count;
+  return wanted;
+}
+
+static void read_again(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now) {
   uint32_t first = n ? h->entry_of[blocks[0]] : FX_NONE;
   if (first == FX_NONE) return;
   const fx_run *run = &h->run[h->run_of[first]];
-  if (run->stamp == h->stamp && run->last_use == now && !run->read_only) return; /* the put itself */
+  if (run->stamp == h->stamp && h->now == now && !run->read_only) return; /* the put itself */
   begin(h);
   follow_blocks(h, blocks, fx_least(n, FX_GHOSTS * h->capacity));
   h->known_pieces = h->pieces;
@@ -428,20 +452,22 @@ void fx_hazard_read(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now
   fx_prompt_release(h, prompt);
 }
 
-const uint32_t *fx_hazard_unwanted(fx_hazard *h, uint32_t *count) {
-  *count = h->unwanted_count;
-  h->unwanted_count = 0;
-  return h->unwanted;
+uint32_t fx_hazard_used(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now, uint8_t *wanted) {
+  read_again(h, blocks, n, now);
+  return fx_hazard_wanted(h, blocks, n, wanted);
 }
+
+const uint32_t *fx_hazard_unwanted(const fx_hazard *h) { return h->unwanted; }
 
 int fx_hazard_explain(const fx_hazard *h, uint32_t block, double now, fx_hazard_reason *reason) {
   uint32_t entry = block < h->max_blocks ? h->entry_of[block] : FX_NONE;
   if (entry == FX_NONE) return 0;
   const fx_run *run = &h->run[h->run_of[entry]];
-  uint32_t bin = fx_rates_bin(now - run->last_use), class = run->class, depth = 0;
+  double last_use = h->turn[h->run_of[entry]].last_use;
+  uint32_t bin = fx_rates_bin(now - last_use), class = run->class, depth = 0;
   *reason = (fx_hazard_reason){.held = (uint32_t)fx_is_held(h, entry),
                                .uses = h->uses[entry],
-                               .last_use = run->last_use,
+                               .last_use = last_use,
                                .value = fx_rates_value(h->rates, class, bin),
                                .hazard = fx_rates_hazard(h->rates, class, bin)};
   for (uint32_t at = class; at; at = fx_rates_parent(h->rates, at)) depth++;

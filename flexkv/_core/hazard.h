@@ -27,16 +27,22 @@ typedef struct {
 fx_hazard *fx_hazard_open(uint32_t capacity, uint32_t max_blocks, int sabotage);
 void fx_hazard_close(fx_hazard *hazard);
 
-/* A prompt of n blocks is put at `now` (seconds); `output_tokens` of its answer, negative: unknown. Returns how many of
- * its blocks, from the first, should come: those worth holding, and more while the tier has room that they do not need;
- * n while LRU is followed. */
-uint32_t fx_hazard_put(fx_hazard *hazard, const uint64_t *keys, uint32_t n, double now, int64_t output_tokens);
+/* A prompt of n blocks is put at `now` (seconds); `output_tokens` of its answer, negative: unknown; the numbers of the
+ * first `known` of them. Returns how many, from the first, should come: those worth holding, and more while the tier has
+ * room that they do not need; n while LRU is followed. `*unwanted`: how many blocks of the tier it should not hold any
+ * longer, see fx_hazard_unwanted. */
+uint32_t fx_hazard_put(fx_hazard *hazard, const uint64_t *keys, uint32_t n, double now, int64_t output_tokens,
+                       const uint32_t *blocks, uint32_t known, uint32_t *unwanted);
 
-/* The numbers of the first n blocks of the prompt put last, 0xFFFFFFFF where there is none. */
-void fx_hazard_placed(fx_hazard *hazard, const uint32_t *blocks, uint32_t n);
+/* The blocks that the tier should not hold any longer, leaves first, each told once: those of the latest put. */
+const uint32_t *fx_hazard_unwanted(const fx_hazard *hazard);
 
-/* Blocks (a prefix, in prompt order) were read. A put of the same blocks that follows counts as the same use. */
-void fx_hazard_read(fx_hazard *hazard, const uint32_t *blocks, uint32_t n, double now);
+/* The numbers of n blocks of the prompt put last, from `first` on; 0xFFFFFFFF where there is none. */
+void fx_hazard_placed(fx_hazard *hazard, const uint32_t *blocks, uint32_t first, uint32_t n);
+
+/* Blocks (a prefix, in prompt order) were used: by the put of just now, or read; a put of the same blocks that follows
+ * counts as the same use then. Returns as fx_hazard_wanted does. */
+uint32_t fx_hazard_used(fx_hazard *hazard, const uint32_t *blocks, uint32_t n, double now, uint8_t *wanted);
 
 /* Blocks came into the tier (returns as fx_hazard_wanted does), or left it. */
 uint32_t fx_hazard_came(fx_hazard *hazard, const uint32_t *blocks, uint32_t n, uint8_t *wanted);
@@ -45,10 +51,6 @@ void fx_hazard_left(fx_hazard *hazard, const uint32_t *blocks, uint32_t n);
 /* Which of the blocks are to be held: wanted[i] = 1. Returns how many: n (and says no more) while LRU is
  * followed. */
 uint32_t fx_hazard_wanted(const fx_hazard *hazard, const uint32_t *blocks, uint32_t n, uint8_t *wanted);
-
-/* Blocks of the tier that it should not hold any longer, leaves first, each told once: `*count` of them, until the next
- * put. */
-const uint32_t *fx_hazard_unwanted(fx_hazard *hazard, uint32_t *count);
 
 /* Forget every entry; what was learned stays. */
 void fx_hazard_clear(fx_hazard *hazard);

@@ -74,14 +74,15 @@ void fx_ghosts_trim(fx_hazard *h, uint32_t limit) {
 uint32_t fx_run_new(fx_hazard *h, uint32_t prompt, uint32_t class, uint32_t low, uint32_t end) {
   uint32_t number = h->free_run;
   if (number != FX_NONE)
-    h->free_run = h->run[number].next;
+    h->free_run = h->turn[number].next;
   else
     number = h->runs_made++;
-  uint32_t last = h->run[0].prev;
-  h->run[number] = (fx_run){.last_use = h->now, .stamp = h->stamp, .low = low, .high = low, .end = end,
+  uint32_t last = h->turn[0].prev;
+  h->turn[number] = (fx_turn){.last_use = h->now, .prev = last};
+  h->turn[last].next = h->turn[0].prev = number;
+  h->run[number] = (fx_run){.stamp = h->stamp, .low = low, .high = low, .end = end,
                             .deepest = FX_NONE, .oldest = FX_NONE, .newest = FX_NONE, .prompt = prompt,
-                            .class = class, .spot = FX_NONE, .next = 0, .prev = last, .current = 1};
-  h->run[last].next = h->run[0].prev = number;
+                            .class = class, .spot = FX_NONE, .current = 1};
   h->prompt[prompt].runs++;
   h->runs++;
   return number;
@@ -92,9 +93,10 @@ void fx_run_release(fx_hazard *h, uint32_t number) {
   fx_run *run = &h->run[number];
   fx_withdraw(h, number);
   fx_prompt_release(h, run->prompt);
-  h->run[run->prev].next = run->next;
-  h->run[run->next].prev = run->prev;
-  run->next = h->free_run;
+  fx_turn *turn = &h->turn[number];
+  h->turn[turn->prev].next = turn->next;
+  h->turn[turn->next].prev = turn->prev;
+  turn->next = h->free_run;
   h->free_run = number;
   h->runs--;
 }
@@ -106,7 +108,7 @@ void fx_price(fx_hazard *h, fx_candidates *of) {
   if (!fx_rates_learned(h->rates))
     of->value = 0.0; /* ties: the one used longest ago */
   else
-    of->value = fx_rates_value(h->rates, run->class, fx_rates_bin(h->now - run->last_use));
+    of->value = fx_rates_value(h->rates, run->class, fx_rates_bin(h->now - h->turn[of->run[0]].last_use));
   if (h->sabotage) of->value = -of->value;
 }
 

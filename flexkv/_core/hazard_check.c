@@ -35,10 +35,10 @@ static const char *check_entries(const fx_hazard *h, uint32_t number) {
 static const char *check_runs(const fx_hazard *h) {
   uint64_t entries = 0, held = 0, runs = 0;
   const char *wrong;
-  for (uint32_t i = h->run[0].next; i; i = h->run[i].next, runs++) {
+  for (uint32_t i = h->turn[0].next; i; i = h->turn[i].next, runs++) {
     const fx_run *run = &h->run[i];
     WRONG_IF(runs >= h->runs);
-    WRONG_IF(h->run[run->next].prev != i || run->current);
+    WRONG_IF(h->turn[h->turn[i].next].prev != i || run->current);
     WRONG_IF(run->low >= run->end || run->high < run->low || run->high > run->end);
     entries += run->end - run->low;
     held += fx_held(run);
@@ -88,7 +88,7 @@ const char *fx_hazard_check(const fx_hazard *h) {
     WRONG_IF(h->here[i] && (h->block_of[i] == FX_NONE || !h->in_tier[h->block_of[i]]));
     WRONG_IF(h->block_of[i] != FX_NONE && h->entry_of[h->block_of[i]] != i);
   }
-  for (uint32_t i = h->run[0].next; i; i = h->run[i].next) begun += fx_held(&h->run[i]) && h->run[i].low;
+  for (uint32_t i = h->turn[0].next; i; i = h->turn[i].next) begun += fx_held(&h->run[i]) && h->run[i].low;
   WRONG_IF(kids != begun || shared != h->shared || known != h->used + h->ghosts);
   for (uint32_t i = h->oldest_span, older = FX_NONE; i != FX_NONE; older = i, i = h->span[i].newer) {
     WRONG_IF(h->span[i].older != older || ghosts > h->ghosts);

@@ -65,8 +65,10 @@ void fx_entries_new(fx_hazard *h, const uint64_t *keys, uint32_t n) {
     uint32_t first = h->taken[i], depth = h->length;
     for (end = i + 1; end < n && h->taken[end] == first + (end - i);) end++;
     uint32_t count = end - i;
-    for (uint32_t k = 0; k < count; k++) h->name[first + k] = keys[2 * (i + k)];
-    for (uint32_t k = 0; k < count; k++) h->depth[first + k] = depth + k;
+    uint64_t *name = h->name + first;
+    uint32_t *depths = h->depth + first;
+    for (uint32_t k = 0; k < count; k++) name[k] = keys[2 * (i + k)];
+    for (uint32_t k = 0; k < count; k++) depths[k] = depth + k;
     memset(h->kids + first, 0, count * sizeof *h->kids);
     memset(h->block_of + first, 0xFF, count * sizeof *h->block_of);
     memset(h->uses + first, 0, count);
@@ -86,8 +88,10 @@ void fx_entries_new(fx_hazard *h, const uint64_t *keys, uint32_t n) {
 
 /* Forget neighbours, of which only the first may be one that is not linked. */
 void fx_entries_forget(fx_hazard *h, uint32_t first, uint32_t n) {
-  for (uint32_t entry = first; entry < first + n; entry++)
-    if (h->block_of[entry] != FX_NONE) h->entry_of[h->block_of[entry]] = FX_NONE;
+  const uint32_t *block_of = h->block_of + first;
+  uint32_t *entry_of = h->entry_of;
+  for (uint32_t i = 0; i < n; i++)
+    if (block_of[i] != FX_NONE) entry_of[block_of[i]] = FX_NONE;
   if (!h->linked[first]) table_remove(h, first);
   memset(h->linked + first, 0, n);
   memset(h->run_of + first, 0xFF, n * sizeof *h->run_of);
@@ -98,16 +102,22 @@ void fx_entries_forget(fx_hazard *h, uint32_t first, uint32_t n) {
 
 /* Up to n entries that end with `last` and are linked to each other: how many, and which is the first. */
 uint32_t fx_piece_up(const fx_hazard *h, uint32_t last, uint32_t n, uint32_t *first) {
-  uint32_t at = last;
-  while (last - at + 1 < n && h->linked[at]) at--;
-  *first = at;
-  return last - at + 1;
+  const uint8_t *linked = h->linked + last;
+  uint32_t up = 0; /* steps */
+  for (uint64_t eight; up + 9 <= n; up += 8) {
+    memcpy(&eight, linked - up - 7, sizeof eight);
+    if (eight != 0x0101010101010101u) break;
+  }
+  while (up + 1 < n && linked[-(ptrdiff_t)up]) up++;
+  *first = last - up;
+  return up + 1;
 }
 
 /* How many of n neighbours are in the tier. */
 uint32_t fx_count_here(const fx_hazard *h, uint32_t first, uint32_t n) {
+  const uint8_t *here = h->here + first;
   uint32_t count = 0;
-  for (uint32_t i = 0; i < n; i++) count += h->here[first + i];
+  for (uint32_t i = 0; i < n; i++) count += here[i];
   return count;
 }
 
@@ -155,7 +165,7 @@ static void part(fx_hazard *h, uint32_t entry) {
   h->block_of[entry] = FX_NONE;
 }
 
-static void place(fx_hazard *h, uint32_t entry, uint32_t block) {
+static inline void place(fx_hazard *h, uint32_t entry, uint32_t block) {
   if (block == FX_NONE || h->block_of[entry] == block || !fx_in_use(h, entry)) return;
   part(h, h->entry_of[block]);
   part(h, entry);
@@ -165,28 +175,25 @@ static void place(fx_hazard *h, uint32_t entry, uint32_t block) {
   if (h->here[entry]) h->shared += (uint32_t)fx_is_held(h, entry);
 }
 
-void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
-  n = fx_least(n, h->length);
+void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t first, uint32_t n) {
+  n = fx_least(first + n, h->length);
   for (uint32_t i = 0; i < h->pieces && h->path[i].depth < n; i++) {
     const fx_piece *piece = &h->path[i];
-    uint32_t from = piece->depth > h->placed ? piece->depth : h->placed;
+    uint32_t from = piece->depth > first ? piece->depth : first;
     uint32_t end = fx_least(piece->depth + piece->count, n);
     if (from >= end) continue;
     uint32_t entry = piece->entry + (from - piece->depth);
-    if (!memcmp(h->block_of + entry, blocks + from, (end - from) * sizeof *blocks)) continue;
-    for (; from < end; from++, entry++) place(h, entry, blocks[from]);
+    const uint32_t *given = blocks + (from - first);
+    if (!memcmp(h->block_of + entry, given, (end - from) * sizeof *given)) continue;
+    for (; from < end; from++, entry++) place(h, entry, *given++);
   }
-  if (n > h->placed) h->placed = n;
 }
 
-/* How many of the n blocks are those of neighbouring entries, all held or none of them (then *held is 0). */
+/* How many of the n blocks, from the first, are those of neighbouring entries of one run, all held or none of them. */
 static uint32_t alike(const fx_hazard *h, const uint32_t *blocks, uint32_t n, int *held) {
   uint32_t entry = h->entry_of[blocks[0]], same = 1, number;
   *held = 0;
-  if (entry == FX_NONE) {
-    while (same < n && h->entry_of[blocks[same]] == FX_NONE) same++;
-    return same;
-  }
+  if (entry == FX_NONE) return 1;
   const fx_run *run = &h->run[number = h->run_of[entry]];
   *held = h->depth[entry] < run->high;
   n = fx_least(n, (*held ? run->high : run->end) - h->depth[entry]);
@@ -197,22 +204,46 @@ static uint32_t alike(const fx_hazard *h, const uint32_t *blocks, uint32_t n, in
 }
 
 uint32_t fx_hazard_came(fx_hazard *h, const uint32_t *blocks, uint32_t n, uint8_t *wanted) {
-  for (uint32_t i = 0; i < n; i++) {
+  uint32_t count = 0;
+  for (uint32_t i = 0, some; i < n; i += some) {
+    int held;
+    some = alike(h, blocks + i, n - i, &held);
     uint32_t entry = h->entry_of[blocks[i]];
-    uint8_t *known = &h->in_tier[blocks[i]];
+    for (uint32_t k = 0; k < some; k++) h->in_tier[blocks[i + k]] = 1;
     if (entry != FX_NONE) {
-      if (!h->here[entry]) h->shared += (uint32_t)fx_is_held(h, entry);
-      h->here[entry] = 1;
+      if (held) h->shared += some - fx_count_here(h, entry, some);
+      memset(h->here + entry, 1, some);
     }
-    *known = 1;
+    memset(wanted + i, held, some);
+    if (held) count += some;
   }
-  return fx_hazard_wanted(h, blocks, n, wanted);
+  return h->following ? count : n;
+}
+
+/* How many of the n blocks, from the first, are those of neighbouring entries of one run, each the parent of the one
+ * before it: as blocks leave. */
+static uint32_t rising(const fx_hazard *h, const uint32_t *blocks, uint32_t n) {
+  uint32_t entry = h->entry_of[blocks[0]], up = 0;
+  n = fx_least(n, h->depth[entry] + 1 - h->run[h->run_of[entry]].low);
+  while (up + 1 < n && h->linked[entry - up] && h->entry_of[blocks[up + 1]] == entry - up - 1) up++;
+  return up + 1;
 }
 
 void fx_hazard_left(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
-  for (uint32_t i = 0; i < n; i++) {
-    part(h, h->entry_of[blocks[i]]);
+  for (uint32_t i = 0, some; i < n; i += some) {
+    uint32_t last = h->entry_of[blocks[i]];
+    some = 1;
     h->in_tier[blocks[i]] = 0;
+    if (last == FX_NONE) continue;
+    some = rising(h, blocks + i, n - i);
+    uint32_t first = last + 1 - some, high = h->run[h->run_of[last]].high;
+    if (h->depth[first] < high) h->shared -= fx_count_here(h, first, fx_least(some, high - h->depth[first]));
+    memset(h->here + first, 0, some);
+    memset(h->block_of + first, 0xFF, some * sizeof *h->block_of);
+    for (uint32_t k = i; k < i + some; k++) {
+      h->entry_of[blocks[k]] = FX_NONE;
+      h->in_tier[blocks[k]] = 0;
+    }
   }
 }
 

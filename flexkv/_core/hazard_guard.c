@@ -16,7 +16,7 @@
  * It costs a look at every run, and is done whenever following begins. */
 static void start_from_lru(fx_hazard *h) {
   while (h->active_count) fx_shorten(h, h->candidates[h->active[0]].run[0], FX_NONE);
-  for (uint32_t number = h->run[0].next; number; number = h->run[number].next) {
+  for (uint32_t number = h->turn[0].next; number; number = h->turn[number].next) {
     fx_run *run = &h->run[number];
     uint32_t keep = fx_least(h->prompt[run->prompt].high, run->end), first;
     if (keep <= run->low) continue;
@@ -31,7 +31,7 @@ static void start_from_lru(fx_hazard *h) {
     }
     if (at != FX_NONE) h->kids[at]++;
   }
-  for (uint32_t number = h->run[0].next; number; number = h->run[number].next)
+  for (uint32_t number = h->turn[0].next; number; number = h->turn[number].next)
     if (fx_held(&h->run[number]) && !h->kids[h->run[number].deepest]) fx_offer(h, number);
   fx_ghosts_trim(h, FX_GHOSTS * h->capacity);
 }

@@ -14,15 +14,20 @@
 
 /* Entries [low, end) of a prompt's path, by depth; those below `high` are held, the others are ghosts. */
 typedef struct {
-  double last_use;
   uint64_t stamp; /* of the prompt */
   uint32_t low, high, end;
   uint32_t deepest, last;       /* the entries at high - 1, if any is held, and at end - 1 */
   uint32_t oldest, newest;      /* its spans of ghosts: the oldest is the deepest */
   uint32_t prompt, class, spot; /* spot: place among the candidates of its class, FX_NONE: it is none */
-  uint32_t next, prev;          /* runs in use, in a ring through run 0; free ones by `next` */
-  uint8_t next_bin, read_only, current; /* current: of the prompt being served, which does not evict itself */
+  uint8_t read_only, current;   /* current: of the prompt being served, which does not evict itself */
 } fx_run;
+
+/* A run's turn to be looked at; apart from the rest of it, because they are looked at one after the other. */
+typedef struct {
+  double last_use;
+  uint32_t next_bin;
+  uint32_t next, prev; /* runs in use, in a ring through run 0; free ones by `next` */
+} fx_turn;
 
 /* Ghosts of one run that followed each other into the queue of ghosts, deepest first. */
 typedef struct {
@@ -62,6 +67,7 @@ struct fx_hazard {
   fx_span *span;
   uint32_t spans_made, free_span, oldest_span, newest_span;
   fx_run *run;
+  fx_turn *turn;
   uint32_t runs, runs_made, free_run;
   fx_prompt *prompt;
   uint32_t prompts_made, free_prompt, lru_used; /* prompt 0 is the ring's head: oldest first */
@@ -69,7 +75,7 @@ struct fx_hazard {
   uint32_t *active, active_count;
   fx_rates *rates;
   fx_piece *path; /* of the prompt served last; `known` entries in the first `known_pieces` */
-  uint32_t *fresh, pieces, known_pieces, length, known, placed; /* fresh: its runs */
+  uint32_t *fresh, pieces, known_pieces, length, known; /* fresh: its runs */
   uint32_t *entry_of; /* by block */
   uint8_t *in_tier;
   uint32_t shared; /* entries held that are here */

@@ -55,9 +55,13 @@ void fx_rates_close(fx_rates *rates) {
 
 uint32_t fx_rates_bin(double age) {
   if (age < FX_FIRST_BIN) return 0;
-  double octaves = floor(2.0 * log2(age / FX_FIRST_BIN));
-  return octaves >= FX_BINS - 2 ? FX_BINS - 1 : 1 + (uint32_t)octaves;
+  int octaves;
+  double part = frexp(age / FX_FIRST_BIN, &octaves); /* half up to 1 */
+  int halves = 2 * (octaves - 1) + (part >= 0.70710678118654752440);
+  return halves >= (int)FX_BINS - 2 ? FX_BINS - 1 : 1 + (uint32_t)halves;
 }
+
+double fx_rates_start(const fx_rates *rates, uint32_t bin) { return bin < FX_BINS ? rates->start[bin] : HUGE_VAL; }
 
 uint32_t fx_rates_class(fx_rates *rates, uint32_t parent, uint32_t code) {
   uint32_t at = (parent * 2654435761u + code * 40503u) % FX_CELLS;

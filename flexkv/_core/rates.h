@@ -16,6 +16,8 @@ void fx_rates_close(fx_rates *rates);
 /* The bin of an age in seconds: 0 below a quarter of one, then half octaves. */
 uint32_t fx_rates_bin(double age);
 
+double fx_rates_start(const fx_rates *rates, uint32_t bin); /* the age at which it begins; infinite for none */
+
 /* The class with this code below `parent` (0: the root), made if it is new; `parent` when there are too many. */
 uint32_t fx_rates_class(fx_rates *rates, uint32_t parent, uint32_t code);
 

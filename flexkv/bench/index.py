@@ -73,23 +73,16 @@ class World:
         matched = index.match(keys)
         shown = self.planner.prompts.readers
         if shown:
-            keys = self._show(keys, matched)
+            keys = keys[: self.planner.prompts.show(keys, matched, self.now)]
         index.touch(matched, self.now)
         missing = len(keys) - len(matched)
         slots = self._room(missing)
         parent = int(matched[-1]) if len(matched) else NO_BLOCK
         added = index.insert(keys[len(matched) :], parent)
         if shown:
-            self.planner.prompts.place((GroupKeys(keys),), np.concatenate((matched, added)))
+            self.planner.prompts.placed(added)
         index.land(0, added, slots)
         index.ready(0, added, self.now)
-
-    def _show(self, keys: KeyArray, matched: BlockIds) -> KeyArray:
-        """Let policies that see prompts say what to keep of one, as a put does."""
-        blocks = np.full(len(keys), NO_BLOCK, np.uint32)
-        blocks[: len(matched)] = matched
-        prompt = (GroupKeys(keys),)
-        return self.planner.prompts.read(prompt, blocks, self.now, None).groups[0].keys
 
     def _room(self, count: int) -> SlotIds:
         short = count - self.pool.free

@@ -9,24 +9,24 @@ docs/hazard.md holds formulas, figures and sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flexkv._core import ffi, lib
 from flexkv.errors import ConfigError
-from flexkv.model import BlockIds, KeyArray
+from flexkv.model import BlockIds, BoolArray, KeyArray
 from flexkv.policies.ranked import RankedPolicy
 from flexkv.protocols import PolicyContext
-
-if TYPE_CHECKING:
-    from flexkv._core import CData
 
 _AGED = 1e12  # seconds by which blocks that should leave look older than others
 _SIZES = ("under 4 blocks", "4 to 15 blocks", "16 to 63 blocks", "64 blocks or more")
 _SEEN = ("nothing or one block known", "less than half known", "half or more known")
+_u8 = partial(ffi.from_buffer, "uint8_t[]")
+_u32 = partial(ffi.from_buffer, "uint32_t[]")
+_u64 = partial(ffi.from_buffer, "uint64_t[]")
 _KINDS = ("all new", "only its first block known", "a branch", "a continuation")
 
 
@@ -71,7 +71,9 @@ class Hazard(RankedPolicy):
             raise MemoryError(f"no memory for a hazard of {context.capacity_blocks} blocks")
         self._model = ffi.gc(made, lib.fx_hazard_close)
         self._tier, self._resident = context.tier, 0
-        self._leaving = ffi.new("uint32_t *")
+        self._count = ffi.new("uint32_t *")
+        room = ffi.buffer(lib.fx_hazard_unwanted(made), 4 * context.max_blocks)
+        self._unwanted = np.frombuffer(room, np.uint32)
 
     # whole prompts
 
@@ -80,44 +82,40 @@ class Hazard(RankedPolicy):
     ) -> int:
         """Serve the prompt in the model; what that gives up leaves the tier first."""
         answer = -1 if output_tokens is None else output_tokens
-        words = ffi.from_buffer("uint64_t[]", keys)
-        wanted = int(lib.fx_hazard_put(self._model, words, len(keys), now, answer))
-        lib.fx_hazard_placed(self._model, ffi.from_buffer("uint32_t[]", known), len(known))
-        found = lib.fx_hazard_unwanted(self._model, self._leaving)
-        if count := self._leaving[0]:
-            leaving = np.frombuffer(ffi.buffer(found, 4 * count), np.uint32)
-            self.order.rank(leaving, now - _AGED)
+        given, found = (_u64(keys), len(keys), now, answer), (_u32(known), len(known))
+        wanted: int = lib.fx_hazard_put(self._model, *given, *found, self._count)
+        if self._count[0]:
+            self.order.rank(self._unwanted[: self._count[0]], now - _AGED)
         return wanted
 
-    def placed(self, blocks: BlockIds) -> None:
-        """Learn the numbers of the prompt's blocks."""
-        lib.fx_hazard_placed(self._model, ffi.from_buffer("uint32_t[]", blocks), len(blocks))
+    def placed(self, blocks: BlockIds, first: int) -> None:
+        """Learn the numbers of the prompt's new blocks."""
+        lib.fx_hazard_placed(self._model, _u32(blocks), first, len(blocks))
 
     # the tier
 
     def inserted(self, blocks: BlockIds, now: float) -> None:
         """Rank newcomers by time; those that should not be held are the next to leave."""
-        self._resident += len(blocks)
-        self._rank(blocks, now, lib.fx_hazard_came)
+        self._resident += (count := len(blocks))
+        wanted = np.empty(count, np.bool_)
+        held: int = lib.fx_hazard_came(self._model, _u32(blocks), count, _u8(wanted))
+        self._rank(blocks, now, None if held == count else wanted)
 
     def touched(self, blocks: BlockIds, now: float) -> None:
         """Learn from the use, unless it is that of the prompt just put; rank by time."""
-        lib.fx_hazard_read(self._model, ffi.from_buffer("uint32_t[]", blocks), len(blocks), now)
-        self._rank(blocks, now, lib.fx_hazard_wanted)
+        wanted = np.empty(count := len(blocks), np.bool_)
+        held: int = lib.fx_hazard_used(self._model, _u32(blocks), count, now, _u8(wanted))
+        self._rank(blocks, now, None if held == count else wanted)
 
     def removed(self, blocks: BlockIds) -> None:
         """Forget their numbers; an empty tier has an empty model, what was learned stays."""
-        lib.fx_hazard_left(self._model, ffi.from_buffer("uint32_t[]", blocks), len(blocks))
+        lib.fx_hazard_left(self._model, _u32(blocks), len(blocks))
         self._resident -= len(blocks)
         if self._resident == 0:
             lib.fx_hazard_clear(self._model)
 
-    def _rank(
-        self, blocks: BlockIds, now: float, ask: Callable[[CData, CData, int, CData], int]
-    ) -> None:
-        wanted = np.empty(len(blocks), np.bool_)
-        given = (ffi.from_buffer("uint32_t[]", blocks), len(blocks))
-        if ask(self._model, *given, ffi.from_buffer("uint8_t[]", wanted)) < len(blocks):
+    def _rank(self, blocks: BlockIds, now: float, wanted: BoolArray | None) -> None:
+        if wanted is not None:
             self.order.rank(blocks[~wanted], now - _AGED)
             blocks = blocks[wanted]
         self.order.rank(blocks, now)
