@@ -14,9 +14,7 @@ static void *reserve(fx_hazard *h, size_t count, size_t size) {
 }
 
 static void empty(fx_hazard *h) {
-  memset(h->run_of, 0xFF, ((size_t)h->limit + 1) * sizeof *h->run_of);
-  memset(h->linked, 0, (size_t)h->limit + 1);
-  memset(h->table, 0xFF, ((size_t)h->table_mask + 1) * sizeof *h->table);
+  memset(h->table, 0, ((size_t)h->table_mask + 1) * sizeof *h->table);
   memset(h->entry_of, 0xFF, ((size_t)h->max_blocks + 1) * sizeof *h->entry_of);
   while (h->active_count) h->candidates[h->active[--h->active_count]].count = 0;
   h->ghosts = h->used = h->lru_used = h->runs = 0;
@@ -38,7 +36,7 @@ static int reserve_all(fx_hazard *h) {
   h->table_mask = (uint32_t)cells - 1;
   return RESERVE(name, spare) && RESERVE(parent, spare) && RESERVE(depth, spare) && RESERVE(run_of, spare) &&
          RESERVE(kids, spare) && RESERVE(block_of, spare) && RESERVE(uses, spare) && RESERVE(linked, spare) &&
-         RESERVE(ended, spare) && RESERVE(here, spare) && RESERVE(table, cells) && RESERVE(taken, longest) &&
+         RESERVE(ended, spare) && RESERVE(here, spare) && RESERVE(table, cells) &&
          RESERVE(span, limit) && RESERVE(run, limit + 1) && RESERVE(turn, limit + 1) &&
          RESERVE(prompt, limit + 2) && RESERVE(path, longest) &&
          RESERVE(fresh, longest) && RESERVE(candidates, fx_rates_limit()) && RESERVE(active, fx_rates_limit()) &&
@@ -68,7 +66,7 @@ void fx_hazard_close(fx_hazard *h) {
   fx_rates_close(h->rates);
   fx_runs_close(h->vacant);
   void *all[] = {h->name,  h->parent, h->depth, h->run_of,     h->kids,   h->block_of, h->uses,  h->linked,
-                 h->ended, h->here,   h->table, h->taken,      h->span,   h->run,      h->turn, h->prompt, h->path,
+                 h->ended, h->here,   h->table, h->span,   h->run,      h->turn, h->prompt, h->path,
                  h->fresh, h->active, h->candidates, h->entry_of, h->in_tier, h->unwanted};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
   free(h);
@@ -77,8 +75,12 @@ void fx_hazard_close(fx_hazard *h) {
 void fx_hazard_clear(fx_hazard *h) {
   for (uint32_t number = h->turn[0].next; number; number = h->turn[number].next) {
     const fx_run *run = &h->run[number];
-    for (uint32_t left = run->end - run->low, entry = run->last, first; left; entry = fx_parent(h, first)) {
+    for (uint32_t left = run->end - run->low, entry = run->last, first; left;) {
       uint32_t some = fx_piece_up(h, entry, left, &first);
+      entry = fx_parent(h, first);
+      memset(h->kids + first, 0, some * sizeof *h->kids);
+      memset(h->here + first, 0, some);
+      memset(h->linked + first, 0, some);
       fx_runs_give_run(h->vacant, first, some);
       left -= some;
     }
@@ -412,7 +414,7 @@ static uint32_t serve(fx_hazard *h, const uint64_t *keys, uint32_t n, double now
   if (known < n) fx_entries_new(h, keys + 2 * (size_t)known, n - known);
   h->ended[fx_path_at(h, n - 1)] = 1;
   uint32_t made = make_runs(h, prompt, continues, output_tokens, 1);
-  held = admit(h, held, made);
+  held = h->kept = admit(h, held, made);
   settle(h, held, made);
   fx_prompt_release(h, prompt);
   sweep(h);
@@ -433,11 +435,7 @@ uint32_t fx_hazard_put(fx_hazard *h, const uint64_t *keys, uint32_t n, double no
   return wanted;
 }
 
-static void read_again(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now) {
-  uint32_t first = n ? h->entry_of[blocks[0]] : FX_NONE;
-  if (first == FX_NONE) return;
-  const fx_run *run = &h->run[h->run_of[first]];
-  if (run->stamp == h->stamp && h->now == now && !run->read_only) return; /* the put itself */
+static void read_blocks(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now) {
   begin(h);
   follow_blocks(h, blocks, fx_least(n, FX_GHOSTS * h->capacity));
   h->known_pieces = h->pieces;
@@ -453,8 +451,16 @@ static void read_again(fx_hazard *h, const uint32_t *blocks, uint32_t n, double 
 }
 
 uint32_t fx_hazard_used(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now, uint8_t *wanted) {
-  read_again(h, blocks, n, now);
-  return fx_hazard_wanted(h, blocks, n, wanted);
+  uint32_t first = n ? h->entry_of[blocks[0]] : FX_NONE;
+  const fx_run *run = first == FX_NONE ? NULL : &h->run[h->run_of[first]];
+  int by_put = run && run->stamp == h->stamp && h->now == now && !run->read_only;
+  if (run && !by_put) read_blocks(h, blocks, n, now);
+  if (!by_put || n > h->length || h->entry_of[blocks[n - 1]] != fx_path_at(h, n - 1))
+    return fx_hazard_wanted(h, blocks, n, wanted);
+  uint32_t held = fx_least(h->kept, n); /* those are the first n of the path */
+  memset(wanted, 1, held);
+  memset(wanted + held, 0, n - held);
+  return h->following ? held : n;
 }
 
 const uint32_t *fx_hazard_unwanted(const fx_hazard *h) { return h->unwanted; }

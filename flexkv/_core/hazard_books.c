@@ -64,6 +64,7 @@ void fx_ghosts_trim(fx_hazard *h, uint32_t limit) {
       run->end -= gone;
       some -= gone;
     }
+    if (run->stamp == h->stamp) h->length = fx_least(h->length, run->end); /* the path itself is forgotten */
     if (run->low == run->end) fx_run_release(h, number);
   }
 }

@@ -16,17 +16,36 @@ static const char *check_spans(const fx_hazard *h, uint32_t number) {
   return 0;
 }
 
+/* What of its entries is in the tier, and runs that begin below. */
+typedef struct {
+  uint64_t shared, kids, begun;
+} fx_tally;
+
+static const char *check_entry(const fx_hazard *h, uint32_t entry) {
+  uint64_t key[] = {h->name[entry], 0};
+  WRONG_IF(h->linked[entry] > 1 || (h->linked[entry] && !entry));
+  WRONG_IF(fx_entry_find(h, fx_parent(h, entry), key) != entry);
+  WRONG_IF(h->here[entry] && (h->block_of[entry] == FX_NONE || !h->in_tier[h->block_of[entry]]));
+  WRONG_IF(h->block_of[entry] != FX_NONE && h->entry_of[h->block_of[entry]] != entry);
+  return 0;
+}
+
 /* A run's entries, from its last one up. */
-static const char *check_entries(const fx_hazard *h, uint32_t number) {
+static const char *check_entries(const fx_hazard *h, uint32_t number, fx_tally *tally) {
   const fx_run *run = &h->run[number];
+  const char *wrong;
   uint32_t at = run->last;
   for (uint32_t depth = run->end; depth-- > run->low; at = fx_parent(h, at)) {
     WRONG_IF(at == FX_NONE || h->run_of[at] != number || h->depth[at] != depth);
     WRONG_IF(fx_held(run) && depth == run->high - 1 && at != run->deepest);
+    if ((wrong = check_entry(h, at))) return wrong;
+    tally->kids += h->kids[at];
+    tally->shared += depth < run->high && h->here[at];
   }
   WRONG_IF((at == FX_NONE) != !run->low);
   if (at == FX_NONE) return 0;
-  WRONG_IF(!fx_in_use(h, at) || h->depth[at] != run->low - 1);
+  tally->begun += fx_held(run) != 0;
+  WRONG_IF(h->depth[at] != run->low - 1);
   WRONG_IF(fx_held(run) && (!h->kids[at] || !fx_is_held(h, at)));
   return 0;
 }
@@ -34,6 +53,7 @@ static const char *check_entries(const fx_hazard *h, uint32_t number) {
 /* The runs, in a ring, and what they say of their entries. */
 static const char *check_runs(const fx_hazard *h) {
   uint64_t entries = 0, held = 0, runs = 0;
+  fx_tally tally = {0};
   const char *wrong;
   for (uint32_t i = h->turn[0].next; i; i = h->turn[i].next, runs++) {
     const fx_run *run = &h->run[i];
@@ -42,13 +62,14 @@ static const char *check_runs(const fx_hazard *h) {
     WRONG_IF(run->low >= run->end || run->high < run->low || run->high > run->end);
     entries += run->end - run->low;
     held += fx_held(run);
-    if ((wrong = check_entries(h, i)) || (wrong = check_spans(h, i))) return wrong;
+    if ((wrong = check_entries(h, i, &tally)) || (wrong = check_spans(h, i))) return wrong;
     int leaf = fx_held(run) && !h->kids[run->deepest];
     WRONG_IF(leaf != (run->spot != FX_NONE));
     WRONG_IF(leaf && h->candidates[run->class].run[run->spot] != i);
   }
   WRONG_IF(runs != h->runs || held != h->used || entries != h->used + h->ghosts);
   WRONG_IF(entries != h->limit - fx_runs_free(h->vacant));
+  WRONG_IF(tally.kids != tally.begun || tally.shared != h->shared);
   return 0;
 }
 
@@ -66,31 +87,17 @@ static const char *check_blocks(const fx_hazard *h) {
   for (uint32_t i = 0; i < h->max_blocks; i++) {
     uint32_t entry = h->entry_of[i];
     if (entry == FX_NONE) continue;
-    WRONG_IF(!fx_in_use(h, entry) || h->block_of[entry] != i || h->here[entry] != h->in_tier[i]);
+    WRONG_IF(h->block_of[entry] != i || h->here[entry] != h->in_tier[i]);
   }
   return 0;
 }
 
 const char *fx_hazard_check(const fx_hazard *h) {
-  uint64_t known = 0, shared = 0, ghosts = 0, kids = 0, begun = 0;
+  uint32_t ghosts = 0, older = FX_NONE;
   const char *wrong;
   WRONG_IF(h->used > h->capacity || h->ghosts > FX_GHOSTS * h->capacity);
   if ((wrong = check_runs(h)) || (wrong = check_lru(h)) || (wrong = check_blocks(h))) return wrong;
-  for (uint32_t i = 0; i < h->limit; i++) {
-    WRONG_IF(!fx_in_use(h, i) && h->linked[i]);
-    if (!fx_in_use(h, i)) continue;
-    uint64_t key[] = {h->name[i], 0};
-    known++;
-    kids += h->kids[i];
-    shared += fx_is_held(h, i) && h->here[i];
-    WRONG_IF(h->linked[i] > 1 || (h->linked[i] && !(i && fx_in_use(h, i - 1))));
-    WRONG_IF(fx_entry_find(h, fx_parent(h, i), key) != i);
-    WRONG_IF(h->here[i] && (h->block_of[i] == FX_NONE || !h->in_tier[h->block_of[i]]));
-    WRONG_IF(h->block_of[i] != FX_NONE && h->entry_of[h->block_of[i]] != i);
-  }
-  for (uint32_t i = h->turn[0].next; i; i = h->turn[i].next) begun += fx_held(&h->run[i]) && h->run[i].low;
-  WRONG_IF(kids != begun || shared != h->shared || known != h->used + h->ghosts);
-  for (uint32_t i = h->oldest_span, older = FX_NONE; i != FX_NONE; older = i, i = h->span[i].newer) {
+  for (uint32_t i = h->oldest_span; i != FX_NONE; older = i, i = h->span[i].newer) {
     WRONG_IF(h->span[i].older != older || ghosts > h->ghosts);
     ghosts += h->span[i].count;
   }

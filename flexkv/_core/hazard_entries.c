@@ -15,8 +15,9 @@ uint32_t fx_entry_find(const fx_hazard *h, uint32_t parent, const uint64_t *key)
   uint32_t guess = parent + 1; /* at most `limit`: a spare entry that is never linked */
   if (h->linked[guess] && h->name[guess] == *key) return guess;
   for (uint32_t at = cell_of(h, *key);; at = (at + 1) & h->table_mask) {
-    uint32_t entry = h->table[at];
-    if (entry == FX_NONE || h->name[entry] == *key) return entry;
+    uint32_t cell = h->table[at];
+    if (!cell) return FX_NONE;
+    if (h->name[cell - 1] == *key) return cell - 1;
   }
 }
 
@@ -38,63 +39,69 @@ uint32_t fx_entries_same(const fx_hazard *h, uint32_t entry, const uint64_t *key
 
 static void table_add(fx_hazard *h, uint32_t entry) {
   uint32_t at = cell_of(h, h->name[entry]);
-  while (h->table[at] != FX_NONE) at = (at + 1) & h->table_mask;
-  h->table[at] = entry;
+  while (h->table[at]) at = (at + 1) & h->table_mask;
+  h->table[at] = entry + 1;
 }
 
 /* Move later cells of the cluster back, so that no tombstones pile up. */
 static void table_remove(fx_hazard *h, uint32_t entry) {
   uint32_t mask = h->table_mask, hole = cell_of(h, h->name[entry]);
-  while (h->table[hole] != entry) hole = (hole + 1) & mask;
-  for (uint32_t at = (hole + 1) & mask; h->table[at] != FX_NONE; at = (at + 1) & mask) {
-    uint32_t home = cell_of(h, h->name[h->table[at]]);
+  while (h->table[hole] != entry + 1) hole = (hole + 1) & mask;
+  for (uint32_t at = (hole + 1) & mask; h->table[at]; at = (at + 1) & mask) {
+    uint32_t home = cell_of(h, h->name[h->table[at] - 1]);
     if (((at - home) & mask) < ((at - hole) & mask)) continue; /* its home lies behind the hole */
     h->table[hole] = h->table[at];
     hole = at;
   }
-  h->table[hole] = FX_NONE;
+  h->table[hole] = 0;
 }
 
 /* ---- coming and going ---- */
 
-/* Entries for n keys below the end of the path, which gets longer by them; their runs are not set. */
+/* Entries for n keys below the end of the path, which gets longer by them; their runs are not set. What is free has no
+ * kids and is not here. */
 void fx_entries_new(fx_hazard *h, const uint64_t *keys, uint32_t n) {
   uint32_t parent = h->length ? fx_path_at(h, h->length - 1) : FX_NONE;
-  fx_runs_take(h->vacant, n, parent == FX_NONE ? FX_NONE : parent + 1, h->taken);
-  for (uint32_t i = 0, end; i < n; i = end) {
-    uint32_t first = h->taken[i], depth = h->length;
-    for (end = i + 1; end < n && h->taken[end] == first + (end - i);) end++;
-    uint32_t count = end - i;
+  for (uint32_t i = 0, count, first; i < n; i += count) {
+    count = fx_runs_take_run(h->vacant, n - i, parent == FX_NONE ? FX_NONE : parent + 1, &first);
     uint64_t *name = h->name + first;
-    uint32_t *depths = h->depth + first;
+    uint32_t *depth = h->depth + first;
     for (uint32_t k = 0; k < count; k++) name[k] = keys[2 * (i + k)];
-    for (uint32_t k = 0; k < count; k++) depths[k] = depth + k;
-    memset(h->kids + first, 0, count * sizeof *h->kids);
+    for (uint32_t k = 0, from = h->length; k < count; k++) depth[k] = from + k;
     memset(h->block_of + first, 0xFF, count * sizeof *h->block_of);
     memset(h->uses + first, 0, count);
     memset(h->ended + first, 0, count);
-    memset(h->here + first, 0, count);
     memset(h->linked + first, 1, count);
     if (parent == FX_NONE || parent + 1 != first) {
       h->linked[first] = 0;
       h->parent[first] = parent;
       table_add(h, first);
     }
-    h->path[h->pieces++] = (fx_piece){first, depth, count};
+    h->path[h->pieces++] = (fx_piece){first, h->length, count};
     h->length += count;
     parent = first + count - 1;
   }
 }
 
+static void forget_block(fx_hazard *h, uint32_t entry) {
+  if (h->block_of[entry] == FX_NONE) return;
+  h->entry_of[h->block_of[entry]] = FX_NONE;
+  h->here[entry] = 0;
+}
+
 /* Forget neighbours, of which only the first may be one that is not linked. */
 void fx_entries_forget(fx_hazard *h, uint32_t first, uint32_t n) {
   const uint32_t *block_of = h->block_of + first;
-  uint32_t *entry_of = h->entry_of;
-  for (uint32_t i = 0; i < n; i++)
-    if (block_of[i] != FX_NONE) entry_of[block_of[i]] = FX_NONE;
+  uint32_t i = 0;
+  for (; i + 8 <= n; i += 8) { /* ghosts have rarely blocks */
+    uint32_t all = FX_NONE;
+    for (uint32_t k = 0; k < 8; k++) all &= block_of[i + k];
+    if (all == FX_NONE) continue;
+    for (uint32_t k = 0; k < 8; k++) forget_block(h, first + i + k);
+  }
+  for (; i < n; i++) forget_block(h, first + i);
   if (!h->linked[first]) table_remove(h, first);
   memset(h->linked + first, 0, n);
-  memset(h->run_of + first, 0xFF, n * sizeof *h->run_of);
   fx_runs_give_run(h->vacant, first, n);
 }
 
@@ -166,13 +173,14 @@ static void part(fx_hazard *h, uint32_t entry) {
 }
 
 static inline void place(fx_hazard *h, uint32_t entry, uint32_t block) {
-  if (block == FX_NONE || h->block_of[entry] == block || !fx_in_use(h, entry)) return;
-  part(h, h->entry_of[block]);
-  part(h, entry);
+  if (block == FX_NONE || h->block_of[entry] == block) return;
+  if (h->entry_of[block] != FX_NONE) part(h, h->entry_of[block]);
+  if (h->block_of[entry] != FX_NONE) part(h, entry);
   h->block_of[entry] = block;
   h->entry_of[block] = entry;
-  h->here[entry] = h->in_tier[block];
-  if (h->here[entry]) h->shared += (uint32_t)fx_is_held(h, entry);
+  if (!h->in_tier[block]) return;
+  h->here[entry] = 1;
+  h->shared += (uint32_t)fx_is_held(h, entry);
 }
 
 void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t first, uint32_t n) {

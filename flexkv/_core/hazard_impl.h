@@ -60,9 +60,8 @@ struct fx_hazard {
   uint64_t *name; /* low half of the key */
   uint32_t *parent, *depth, *run_of, *kids, *block_of; /* kids: runs that begin below it and hold something */
   uint8_t *uses, *linked, *ended, *here;               /* here: its block is in the tier */
-  uint32_t *table, table_mask;
+  uint32_t *table, table_mask; /* of entry + 1, 0: vacant */
   fx_runs *vacant;
-  uint32_t *taken;
   uint32_t ghosts, used;
   fx_span *span;
   uint32_t spans_made, free_span, oldest_span, newest_span;
@@ -75,7 +74,7 @@ struct fx_hazard {
   uint32_t *active, active_count;
   fx_rates *rates;
   fx_piece *path; /* of the prompt served last; `known` entries in the first `known_pieces` */
-  uint32_t *fresh, pieces, known_pieces, length, known; /* fresh: its runs */
+  uint32_t *fresh, pieces, known_pieces, length, known, kept; /* kept: held of a put */ /* fresh: its runs */
   uint32_t *entry_of; /* by block */
   uint8_t *in_tier;
   uint32_t shared; /* entries held that are here */
@@ -88,7 +87,6 @@ struct fx_hazard {
 };
 
 static inline uint32_t fx_held(const fx_run *run) { return run->high - run->low; }
-static inline int fx_in_use(const fx_hazard *h, uint32_t entry) { return h->run_of[entry] != FX_NONE; }
 static inline int fx_is_held(const fx_hazard *h, uint32_t entry) {
   return h->depth[entry] < h->run[h->run_of[entry]].high;
 }

@@ -134,28 +134,28 @@ static uint32_t choose(const fx_runs *runs, uint32_t count) {
 }
 
 /* Cut up to `count` integers off the front of a free run. */
-static uint32_t cut(fx_runs *runs, uint32_t start, uint32_t count, uint32_t *taken) {
+static uint32_t cut(fx_runs *runs, uint32_t start, uint32_t count) {
   uint32_t size = runs->tag[start].size, got = size < count ? size : count;
   unlink_run(runs, start);
   if (got < size) link_run(runs, start + got, size - got);
   mark(runs, start, got, 1);
-  for (uint32_t i = 0; i < got; i++) taken[i] = start + i;
   runs->free -= got;
   return got;
 }
 
+uint32_t fx_runs_take_run(fx_runs *runs, uint32_t count, uint32_t near, uint32_t *start) {
+  if (!count || !runs->free) return 0;
+  /* A free integer whose left neighbour is taken begins a run. */
+  int begins = near < runs->capacity && !is_out(runs, near) && (near == 0 || is_out(runs, near - 1));
+  *start = begins ? near : choose(runs, count);
+  return cut(runs, *start, count);
+}
+
 int fx_runs_take(fx_runs *runs, uint32_t count, uint32_t near, uint32_t *taken) {
   if (count > runs->free) return -1;
-  /* A free integer whose left neighbour is taken begins a run. */
-  if (count && near < runs->capacity && !is_out(runs, near) && (near == 0 || is_out(runs, near - 1))) {
-    uint32_t got = cut(runs, near, count, taken);
-    count -= got;
-    taken += got;
-  }
-  while (count) {
-    uint32_t got = cut(runs, choose(runs, count), count, taken);
-    count -= got;
-    taken += got;
+  for (uint32_t start, got; count; count -= got, near = NONE) {
+    got = fx_runs_take_run(runs, count, near, &start);
+    for (uint32_t i = 0; i < got; i++) *taken++ = start + i;
   }
   return 0;
 }

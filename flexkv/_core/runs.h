@@ -17,6 +17,9 @@ uint32_t fx_runs_free(const fx_runs *runs);
  * 0xFFFFFFFF for none), then one run that holds the rest, else the largest ones. 0, or -1 when fewer are free. */
 int fx_runs_take(fx_runs *runs, uint32_t count, uint32_t near, uint32_t *taken);
 
+/* Take up to `count` neighbours, as much of them as one run has: how many, `*start` is the first; 0 when none is free. */
+uint32_t fx_runs_take_run(fx_runs *runs, uint32_t count, uint32_t near, uint32_t *start);
+
 /* Give integers back. 0, or -1 at the first that is free already or out of range (those before it are given). */
 int fx_runs_give(fx_runs *runs, const uint32_t *given, uint32_t count);
 int fx_runs_give_run(fx_runs *runs, uint32_t start, uint32_t count);
