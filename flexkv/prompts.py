@@ -1,7 +1,8 @@
 """Whole prompts, for the eviction policies that want to see them.
 
 `PromptPolicy` (the door) - `Prompts.read` (what a put keeps of its prompt), `Prompts.place` (the
-numbers its blocks have got), `show`, `placed` (the same, for one group). Synchronous and deterministic.
+numbers its blocks have got) - `show`, `placed` (the same, for a prompt of one group). Synchronous
+and deterministic.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 #include "hazard.h"
 
 #include <math.h>
@@ -5,16 +6,11 @@
 #include <string.h>
 
 #include "hazard_impl.h"
+#include "pages.h"
 
 /* ---- life ---- */
 
-static void *reserve(fx_hazard *h, size_t count, size_t size) {
-  h->memory_bytes += count * size;
-  return calloc(count, size);
-}
-
 static void empty(fx_hazard *h) {
-  memset(h->table, 0, ((size_t)h->table_mask + 1) * sizeof *h->table);
   memset(h->entry_of, 0xFF, ((size_t)h->max_blocks + 1) * sizeof *h->entry_of);
   while (h->active_count) h->candidates[h->active[--h->active_count]].count = 0;
   h->ghosts = h->used = h->lru_used = h->runs = 0;
@@ -26,21 +22,26 @@ static void empty(fx_hazard *h) {
   h->length = h->known = h->pieces = h->known_pieces = h->unwanted_count = h->shared = 0;
 }
 
-/* A column by entry, by run or by what else there is as much of; zeros. */
-#define RESERVE(column, count) ((h->column = reserve(h, (count), sizeof *h->column)) != NULL)
+/* The next table of the memory; NULL, and only counted, while there is none. */
+static void *next_table(fx_hazard *h, size_t *at, size_t count, size_t size) {
+  size_t start = (*at + 63) / 64 * 64;
+  *at = start + count * size;
+  return h->memory ? (char *)h->memory + start : NULL;
+}
+#define TABLE(column, count) (h->column = next_table(h, &at, (count), sizeof *h->column))
 
-static int reserve_all(fx_hazard *h) {
-  size_t limit = h->limit, spare = limit + 8, cells = 64, blocks = (size_t)h->max_blocks + 1;
+/* Lay out all tables in one piece of memory, which is all zeros; returns how large it is. */
+static size_t lay_out(fx_hazard *h) {
+  size_t limit = h->limit, spare = limit + 8, cells = 64, blocks = (size_t)h->max_blocks + 1, at = 0;
   size_t longest = (size_t)FX_GHOSTS * h->capacity + 1;
   while (cells < limit) cells *= 2;
   h->table_mask = (uint32_t)cells - 1;
-  return RESERVE(name, spare) && RESERVE(parent, spare) && RESERVE(depth, spare) && RESERVE(run_of, spare) &&
-         RESERVE(kids, spare) && RESERVE(block_of, spare) && RESERVE(uses, spare) && RESERVE(linked, spare) &&
-         RESERVE(ended, spare) && RESERVE(here, spare) && RESERVE(table, cells) &&
-         RESERVE(span, limit) && RESERVE(run, limit + 1) && RESERVE(turn, limit + 1) &&
-         RESERVE(prompt, limit + 2) && RESERVE(path, longest) &&
-         RESERVE(fresh, longest) && RESERVE(candidates, fx_rates_limit()) && RESERVE(active, fx_rates_limit()) &&
-         RESERVE(entry_of, blocks) && RESERVE(in_tier, blocks) && RESERVE(unwanted, blocks);
+  TABLE(name, spare), TABLE(parent, spare), TABLE(depth, spare), TABLE(run_of, spare), TABLE(kids, spare);
+  TABLE(block_of, spare), TABLE(uses, spare), TABLE(linked, spare), TABLE(ended, spare), TABLE(here, spare);
+  TABLE(table, cells), TABLE(span, limit), TABLE(run, limit + 1), TABLE(turn, limit + 1), TABLE(prompt, limit + 2);
+  TABLE(path, longest), TABLE(fresh, longest), TABLE(entry_of, blocks), TABLE(in_tier, blocks);
+  TABLE(unwanted, blocks), TABLE(candidates, fx_rates_limit()), TABLE(active, fx_rates_limit());
+  return at;
 }
 
 fx_hazard *fx_hazard_open(uint32_t capacity, uint32_t max_blocks, int sabotage) {
@@ -51,7 +52,10 @@ fx_hazard *fx_hazard_open(uint32_t capacity, uint32_t max_blocks, int sabotage) 
   h->max_blocks = max_blocks;
   h->sabotage = sabotage;
   h->limit = limit < 0x80000000u ? (uint32_t)limit : 0;
-  if (h->limit && reserve_all(h) && (h->vacant = fx_runs_open(h->limit)) && (h->rates = fx_rates_open())) {
+  h->memory_bytes = lay_out(h);
+  if (h->limit && (h->memory = fx_pages_map(h->memory_bytes)) && (h->vacant = fx_runs_open(h->limit)) &&
+      (h->rates = fx_rates_open())) {
+    lay_out(h);
     empty(h);
     return h;
   }
@@ -65,10 +69,7 @@ void fx_hazard_close(fx_hazard *h) {
     for (uint32_t i = 0; i < fx_rates_limit(); i++) free(h->candidates[i].run);
   fx_rates_close(h->rates);
   fx_runs_close(h->vacant);
-  void *all[] = {h->name,  h->parent, h->depth, h->run_of,     h->kids,   h->block_of, h->uses,  h->linked,
-                 h->ended, h->here,   h->table, h->span,   h->run,      h->turn, h->prompt, h->path,
-                 h->fresh, h->active, h->candidates, h->entry_of, h->in_tier, h->unwanted};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+  fx_pages_unmap(h->memory, h->memory_bytes);
   free(h);
 }
 
@@ -85,8 +86,9 @@ void fx_hazard_clear(fx_hazard *h) {
       left -= some;
     }
   }
-  empty(h);
+  memset(h->table, 0, ((size_t)h->table_mask + 1) * sizeof *h->table);
   memset(h->in_tier, 0, h->max_blocks);
+  empty(h);
 }
 
 /* ---- what a use of the path teaches, and the runs that it makes ---- */
@@ -154,7 +156,9 @@ static void give(fx_hazard *h, uint32_t number, uint32_t from, uint32_t to, uint
     const fx_piece *piece = &h->path[*at];
     uint32_t start = from > piece->depth ? from : piece->depth, end = fx_least(to, piece->depth + piece->count);
     uint32_t *run_of = h->run_of + piece->entry + (start - piece->depth), count = end - start;
-    for (uint32_t i = 0; i < count; i++) run_of[i] = number;
+    /* A run that was taken over as a whole mostly has the same number again; entries that are new say nothing. */
+    if (*at >= h->known_pieces || run_of[0] != number || run_of[count - 1] != number)
+      for (uint32_t i = 0; i < count; i++) run_of[i] = number;
     h->run[number].last = piece->entry + (end - 1 - piece->depth);
     if (end < to) continue;
     *at += end == piece->depth + piece->count;
@@ -338,22 +342,21 @@ static void sweep(fx_hazard *h) {
 
 /* ---- the path ---- */
 
-/* How many of n neighbours, from the first, are of one run. */
-static uint32_t of_one_run(const uint32_t *run_of, uint32_t n) {
-  uint32_t same = 1, run = run_of[0];
-  for (; same + 16 <= n; same += 16) {
-    uint32_t differ = 0;
-    for (uint32_t i = 0; i < 16; i++) differ |= run_of[same + i] ^ run;
-    if (differ) break;
-  }
-  while (same < n && run_of[same] == run) same++;
+/* How many of n neighbours that are one below the other, from the first, are of its run. A run is one stretch of a
+ * path, so that all are if the last one is. */
+static uint32_t of_one_run(const fx_hazard *h, uint32_t entry, uint32_t depth, uint32_t n) {
+  const uint32_t *run_of = h->run_of + entry;
+  uint32_t same = 1;
+  n = fx_least(n, h->run[run_of[0]].end - depth);
+  if (run_of[n - 1] == run_of[0]) return n;
+  while (run_of[same] == run_of[0]) same++;
   return same;
 }
 
 /* n more entries, neighbours that are one below the other, are known of the path: pieces of one run each. */
 static void extend(fx_hazard *h, uint32_t entry, uint32_t n) {
   for (uint32_t some; n; n -= some, entry += some) {
-    some = of_one_run(h->run_of + entry, n);
+    some = of_one_run(h, entry, h->known, n);
     h->path[h->pieces++] = (fx_piece){entry, h->known, some};
     h->known += some;
   }

@@ -83,6 +83,7 @@ struct fx_hazard {
   uint64_t stamp, prompts, hits, lru_hits, asked, switches, switched;
   double lead;
   int following;
+  void *memory;
   size_t memory_bytes;
 };
 

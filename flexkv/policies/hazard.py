@@ -17,7 +17,7 @@ import numpy as np
 
 from flexkv._core import ffi, lib
 from flexkv.errors import ConfigError
-from flexkv.model import BlockIds, BoolArray, KeyArray
+from flexkv.model import BlockIds, KeyArray
 from flexkv.policies.ranked import RankedPolicy
 from flexkv.protocols import PolicyContext
 
@@ -74,6 +74,8 @@ class Hazard(RankedPolicy):
         self._count = ffi.new("uint32_t *")
         room = ffi.buffer(lib.fx_hazard_unwanted(made), 4 * context.max_blocks)
         self._unwanted = np.frombuffer(room, np.uint32)
+        self._wanted = np.empty(context.max_blocks, np.bool_)
+        self._wanted_at = _u8(self._wanted)
 
     # whole prompts
 
@@ -96,16 +98,15 @@ class Hazard(RankedPolicy):
 
     def inserted(self, blocks: BlockIds, now: float) -> None:
         """Rank newcomers by time; those that should not be held are the next to leave."""
-        self._resident += (count := len(blocks))
-        wanted = np.empty(count, np.bool_)
-        held: int = lib.fx_hazard_came(self._model, _u32(blocks), count, _u8(wanted))
-        self._rank(blocks, now, None if held == count else wanted)
+        self._resident += len(blocks)
+        held: int = lib.fx_hazard_came(self._model, _u32(blocks), len(blocks), self._wanted_at)
+        self._rank(blocks, now, held)
 
     def touched(self, blocks: BlockIds, now: float) -> None:
         """Learn from the use, unless it is that of the prompt just put; rank by time."""
-        wanted = np.empty(count := len(blocks), np.bool_)
-        held: int = lib.fx_hazard_used(self._model, _u32(blocks), count, now, _u8(wanted))
-        self._rank(blocks, now, None if held == count else wanted)
+        given = (_u32(blocks), len(blocks), now, self._wanted_at)
+        held: int = lib.fx_hazard_used(self._model, *given)
+        self._rank(blocks, now, held)
 
     def removed(self, blocks: BlockIds) -> None:
         """Forget their numbers; an empty tier has an empty model, what was learned stays."""
@@ -114,8 +115,9 @@ class Hazard(RankedPolicy):
         if self._resident == 0:
             lib.fx_hazard_clear(self._model)
 
-    def _rank(self, blocks: BlockIds, now: float, wanted: BoolArray | None) -> None:
-        if wanted is not None:
+    def _rank(self, blocks: BlockIds, now: float, held: int) -> None:
+        if held < len(blocks):
+            wanted = self._wanted[: len(blocks)]
             self.order.rank(blocks[~wanted], now - _AGED)
             blocks = blocks[wanted]
         self.order.rank(blocks, now)
