@@ -63,7 +63,8 @@ class Lender:
         incarnation: a number that no other life of this node has.
         promote: brings blocks from disk into the host; None: what is on disk is not lent.
         ttl_s: how long a lease lasts.
-        bytes_in_flight: what all readers may hold at once; one of them half of it.
+        bytes_in_flight: what all readers may hold at once, and half of the host at most: the
+            node works, too; one of them half of that.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Lender:
         self._index, self._ledger = planner.index, planner.ledger
         self._completions, self._promote = completions, promote
         self._sums = Sums(completions, arena, block_bytes)
-        blocks = max(2, bytes_in_flight // block_bytes)
+        blocks = max(2, min(bytes_in_flight // block_bytes, planner.host.capacity // 2))
         self._lane = Lane("peers", blocks)
         self._held: dict[int, int] = {}  # of the lane, by lease
         self.leases = LeaseTable(
@@ -110,10 +111,12 @@ class Lender:
         count = int(np.count_nonzero(self._lendable(self._index.alone.find(keys))))
         if not count:
             return _nothing(len(keys))
-        room = self.leases.max_reader_blocks - self.leases.of_reader(reader)
-        if room < 1 or not self.accepts:
-            raise CapacityError(f"nothing is lent to {reader!r} now")
-        held = await self._lane.acquire(min(count, room))
+        most = self.leases.max_reader_blocks
+        while self.accepts and self.leases.of_reader(reader) + min(count, most) > most:
+            await self._returned.wait()
+        if not self.accepts:
+            raise CapacityError("nothing is lent any more")
+        held = await self._lane.acquire(min(count, most))
         # what was there may have left while we waited
         blocks = self._index.alone.find(keys)
         there = np.flatnonzero(self._lendable(blocks))

@@ -27,6 +27,8 @@ from flexkv.errors import ConfigError
 _FRAME = struct.Struct("<4sI")  # magic, bytes of the message
 _MAGIC = b"FXP1"
 _SOCKET_BYTES = 4 << 20
+# an idle connection to a machine that has vanished ends after a minute
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 _INLINE_BYTES = 128 << 10  # moved on the loop: some 30 us
 _STINT_BYTES = 16 << 20  # moved in a thread before the loop looks at its clock again
 _PATIENCE_MS = 5  # that a thread waits for a socket before the loop does
@@ -45,6 +47,9 @@ class Wire:
     def __init__(self, connection: socket.socket, threads: anyio.CapacityLimiter) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket, self._threads = connection, threads
         self.closed = False
 

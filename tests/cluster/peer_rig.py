@@ -119,7 +119,7 @@ async def open_owner(
 ) -> AsyncIterator[Owner]:
     """Open a manager whose blocks other nodes may read, and tell `known` of it."""
     book = known or Known()
-    async with open_rig(path, **({"host": 16} | settings)) as rig:
+    async with open_rig(path, **({"host": 48} | settings)) as rig:
         stack = rig.kv._stack
         lib.fx_index_find_any(stack.index.handle)  # as in a cluster
         lender = Lender(

@@ -46,12 +46,12 @@ async def lease(link: PeerLink, tokens: Any = TOKENS) -> Grant:
 
 
 async def test_leased_blocks_stay_where_they_are_until_they_are_released() -> None:
-    async with open_owner(host=8) as owner, linked(owner) as link:
+    async with open_owner(host=24) as owner, linked(owner) as link:
         await owner.rig.put(TOKENS)
         grant = await lease(link)
         assert owner.pinned == BLOCKS
         with pytest.raises(CapacityError):
-            await owner.rig.put(prompt(2, 4))
+            await owner.rig.put(prompt(2, 20))
         arena = owner.rig.kv._stack.arena
         for i, slot in enumerate(grant.slots.tolist()):
             assert np.array_equal(arena.view(slot)[: SPEC.block_bytes], pattern(TOKENS, i))
@@ -60,7 +60,7 @@ async def test_leased_blocks_stay_where_they_are_until_they_are_released() -> No
             False,
         ]
         assert owner.pinned == 0
-        await owner.rig.put(prompt(2, 4))
+        await owner.rig.put(prompt(2, 20))
 
 
 async def test_a_lease_that_nobody_returns_ends_by_itself_and_its_token_is_refused() -> None:
@@ -116,6 +116,39 @@ async def test_what_readers_hold_at_once_is_limited_and_waited_for_until_the_dea
         owner.lender.revoke()
 
 
+async def test_a_reader_waits_for_what_it_holds_itself() -> None:
+    async with open_owner(bytes_in_flight=12 * STRIDE) as owner:
+        await owner.rig.put(TOKENS)
+        keys = keys_of(TOKENS)
+        first = await owner.lender.lend("a", keys, 60)
+        with pytest.raises(CapacityError):
+            await owner.lender.lend("a", keys[:1], 0.01)
+        async with anyio.create_task_group() as group:
+            loans: list[Any] = []
+
+            async def second() -> None:
+                loans.append(await owner.lender.lend("a", keys[:1], 60))
+
+            group.start_soon(second)
+            await anyio.wait_all_tasks_blocked()
+            assert not loans
+            assert first.lease is not None
+            owner.lender.release([first.lease.token])
+        assert loans[0].statuses.tolist() == [LANDED]
+        owner.lender.revoke()
+
+
+async def test_readers_hold_no_more_than_half_of_the_host() -> None:
+    async with open_owner(host=12, bytes_in_flight=1000 * STRIDE) as owner:
+        await owner.rig.put(TOKENS)
+        for reader in ("a", "b"):
+            await owner.lender.lend(reader, keys_of(TOKENS), 60)
+        assert owner.pinned == 6
+        with pytest.raises(CapacityError):
+            await owner.lender.lend("c", keys_of(TOKENS), 0.01)
+        owner.lender.revoke()
+
+
 async def test_a_reader_that_does_not_read_holds_blocks_no_longer_than_a_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,12 +170,10 @@ async def test_a_reader_that_does_not_read_holds_blocks_no_longer_than_a_lease(
 
 async def test_what_is_on_disk_is_lent_also_where_the_host_has_no_room(tmp_path: Path) -> None:
     """As far as it has: the rest is not missing."""
-    async with open_owner(tmp_path, host=8) as owner, linked(owner) as link:
+    async with open_owner(tmp_path, host=24) as owner, linked(owner) as link:
         await owner.rig.put(TOKENS)
         await owner.rig.push_out(900)
-        held = owner.rig.kv.get_match(prompt(900, 8))  # six of the eight blocks are pinned
-        plan = owner.rig.kv.get_match(prompt(900, 6))
-        held.cancel()
+        plan = owner.rig.kv.get_match(prompt(900, 22))  # of 24 blocks that the host holds
         grant = await lease(link)
         assert (grant.statuses == LANDED).sum() == 2
         assert (grant.statuses == SKIPPED).sum() == 4
@@ -155,7 +186,7 @@ async def test_what_cannot_be_brought_is_refused_and_not_left_pinned(tmp_path: P
     def closed(blocks: Any, keys: Any) -> Any:
         raise ClosedError("the manager is closing")
 
-    async with open_owner(tmp_path, host=8) as owner, linked(owner) as link:
+    async with open_owner(tmp_path, host=24) as owner, linked(owner) as link:
         await owner.rig.put(TOKENS)
         await owner.rig.push_out(900)
         owner.lender._promote = closed

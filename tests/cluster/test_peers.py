@@ -65,7 +65,7 @@ async def test_what_left_the_owners_memory_comes_from_its_disk(
     known: Known, tmp_path: Path
 ) -> None:
     async with (
-        open_owner(tmp_path, known=known, host=8) as owner,
+        open_owner(tmp_path, known=known, host=24) as owner,
         open_reader(known) as reader,
     ):
         await owner.rig.put(prompt(1, BLOCKS))
