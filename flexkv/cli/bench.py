@@ -1,5 +1,5 @@
-"""`flexkv bench index|copy|disk|e2e|overlap|remote|peers|codec`: run it with a progress bar, print
-a table or JSON.
+"""`flexkv bench index|copy|disk|e2e|overlap|remote|peers|directory|codec`: run it with a progress
+bar, print a table or JSON.
 """
 
 from __future__ import annotations
@@ -111,6 +111,21 @@ def peers(settings: Settings = None, as_json: Json = False) -> None:
     Example: [bold]flexkv bench peers sizes_kib=1024 --json[/bold]
     """
     _run("peers", settings, None, as_json)
+
+
+@app.command()
+def directory(
+    settings: Settings = None,
+    as_json: Json = False,
+    only_model: Annotated[
+        bool, typer.Option("--model", help="Measure nothing; show the model of larger clusters.")
+    ] = False,
+) -> None:
+    """What the directory of a cluster costs: real nodes on a Redis, and a model of larger clusters.
+
+    Example: [bold]flexkv bench directory nodes=8 blocks=200000 --json[/bold]
+    """
+    _run("directory", [*(settings or []), f"only_model={only_model}"], None, as_json)
 
 
 @app.command()
