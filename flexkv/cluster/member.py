@@ -201,8 +201,9 @@ class Member:
         await self.lender.drained()
 
     def resume(self) -> None:
-        """Lend again."""
+        """Lend again after a reset of this node, and learn again what the others hold."""
         self.lender.accepts = True
+        self.directory.start_over()
 
     async def aclose(self) -> None:
         """Give up connections and leases."""

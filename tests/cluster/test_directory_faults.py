@@ -297,14 +297,17 @@ async def test_a_node_drains_when_it_is_asked_to_and_can_be_kept(server: RedisSe
 
 
 async def test_users_passwords_and_files(start: Callable[..., RedisServer], tmp_path: Path) -> None:
-    user = ["kv", "on", ">sesame", "resetkeys", "~{flexkv:*}*", "+@all"]
+    user = ["kv", "on", ">sesame", "resetkeys", "~{flexkv:default}:*", "+@all", "-@dangerous"]
     server = start("--user", "default", "off", "--user", *user)
     (tmp_path / "secret").write_text("sesame\n")
     settings = quick(server.url, username="kv", password_file=str(tmp_path / "secret"))
     one, two = Node("one", settings), Node("two", settings)
     one.store(chain(1, 20))
-    async with running(one, two):
+    async with running(one, two), Admin(settings) as admin:
         await two.sees(one)
+        await one.sees(two)
+        assert (await admin.status())["nodes"] == 2
+        assert (await admin.reset(20_000))["waiting"] == []
     async with Admin(quick(server.url, username="kv", password="wrong")) as admin:
         with pytest.raises(LinkError, match="refuses the user or the password") as caught:
             await admin.nodes()

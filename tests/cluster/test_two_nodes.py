@@ -185,3 +185,14 @@ async def test_blocks_of_others_are_stored_like_our_own(
         await b.get(tokens)
         await b.put(tokens)
         assert b.kv.usage()["disk"]["resident"] == 4
+
+
+async def test_after_a_reset_of_its_own_a_node_knows_again_what_others_hold(
+    redis_server: RedisServer,
+) -> None:
+    tokens = prompt(1, 4)
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        await a.put(tokens)
+        await knows(b, tokens, 4)
+        await b.kv.reset()
+        await knows(b, tokens, 4)
