@@ -5,9 +5,6 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#endif
 
 enum { FX_BF16, FX_FP16, FX_FP32 };
 
@@ -112,13 +109,13 @@ static int32_t fx_choose_codes(const int16_t *steps, uint32_t groups, uint8_t *c
 #undef FX_TARGET
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#define FX_TARGET __attribute__((target("avx2,f16c")))
-#define FX_F16C
+#include "quant_avx2.h"
+#define FX_TARGET FX_AVX2
 #define FX_NAME(name) name##_avx2
 #include "quant_impl.h"
 #undef FX_NAME
 #undef FX_TARGET
-#undef FX_F16C
+#undef FX_AVX2
 static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
 #else
 #define encode_block_avx2 encode_block_portable

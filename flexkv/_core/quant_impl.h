@@ -6,13 +6,8 @@
 static FX_TARGET void FX_NAME(load_fp16)(const uint8_t *source, uint32_t n, float *restrict values) {
   const fx_half *from = (const fx_half *)source;
   uint32_t i = 0;
-#ifdef FX_F16C
-  for (; i + 8 <= n; i += 8) {
-    __m128i bits = _mm_loadu_si128((const __m128i *)(source + 2 * i));
-    __m128i magnitude = _mm_min_epu16(_mm_and_si128(bits, _mm_set1_epi16(0x7FFF)), _mm_set1_epi16(0x7BFF));
-    __m128i sign = _mm_and_si128(bits, _mm_set1_epi16((int16_t)0x8000));
-    _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_or_si128(magnitude, sign)));
-  }
+#ifdef FX_AVX2
+  for (; i + 8 <= n; i += 8) fx_load8_fp16(source + 2 * i, values + i);
 #endif
   for (; i < n; i++) {
     uint32_t magnitude = from[i] & 0x7FFFu;
@@ -41,50 +36,6 @@ static FX_TARGET void FX_NAME(load)(const uint8_t *source, uint32_t dtype, uint3
     fx_both value = {.bits = magnitude < FX_MAX_BITS ? magnitude : FX_MAX_BITS};
     value.bits |= bits[i] & 0x80000000u;
     values[i] = value.value;
-  }
-}
-
-/* Rounded to nearest, ties to even; what is larger than 65504 becomes it. */
-static FX_TARGET void FX_NAME(store_fp16)(const float *restrict values, uint32_t n, uint8_t *target) {
-  fx_half *to = (fx_half *)target;
-  uint32_t i = 0;
-#ifdef FX_F16C
-  for (; i + 8 <= n; i += 8) {
-    __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m128i magnitude = _mm_min_epu16(_mm_and_si128(bits, _mm_set1_epi16(0x7FFF)), _mm_set1_epi16(0x7BFF));
-    __m128i sign = _mm_and_si128(bits, _mm_set1_epi16((int16_t)0x8000));
-    _mm_storeu_si128((__m128i *)(target + 2 * i), _mm_or_si128(magnitude, sign));
-  }
-#endif
-  for (; i < n; i++) {
-    fx_both value = {.value = values[i]};
-    uint32_t sign = (value.bits >> 16) & 0x8000u;
-    value.bits &= 0x7FFFFFFFu;
-    uint32_t normal = (value.bits - (112u << 23) + 0xFFFu + ((value.bits >> 13) & 1u)) >> 13;
-    fx_both small = {.value = value.value + 0.5f}; /* rounds to multiples of 2^-24 */
-    uint32_t half = value.bits < 113u << 23 ? small.bits - 0x3F000000u : normal;
-    to[i] = (uint16_t)(sign | (half < 0x7BFFu ? half : 0x7BFFu));
-  }
-}
-
-static FX_TARGET void FX_NAME(store)(const float *restrict values, uint32_t dtype, uint32_t n, uint8_t *target) {
-  if (dtype == FX_BF16) {
-    fx_half *to = (fx_half *)target;
-    for (uint32_t i = 0; i < n; i++) {
-      fx_both value = {.value = values[i]};
-      uint32_t rounded = (value.bits + 0x7FFFu + ((value.bits >> 16) & 1u)) >> 16;
-      uint32_t magnitude = rounded & 0x7FFFu;
-      to[i] = (uint16_t)((rounded & 0x8000u) | (magnitude < 0x7F7Fu ? magnitude : 0x7F7Fu));
-    }
-  } else if (dtype == FX_FP16) {
-    FX_NAME(store_fp16)(values, n, target);
-  } else {
-    fx_word *to = (fx_word *)target;
-    for (uint32_t i = 0; i < n; i++) {
-      fx_both value = {.value = values[i]};
-      uint32_t magnitude = value.bits & 0x7FFFFFFFu;
-      to[i] = (value.bits & 0x80000000u) | (magnitude < FX_MAX_BITS ? magnitude : FX_MAX_BITS);
-    }
   }
 }
 
@@ -118,18 +69,6 @@ static FX_TARGET void FX_NAME(put)(const float *restrict values, const float *re
   uint32_t half = (part->size + 1) / 2;
   codes[part->size] = 0; /* what an odd row has no value for */
   for (uint32_t i = 0; i < half; i++) row[i] = (uint8_t)(codes[i] | codes[half + i] << 4);
-}
-
-/* A row of codes into values = (code + zero) * step. */
-static FX_TARGET void FX_NAME(get)(const uint8_t *restrict row, const float *restrict step,
-                                   const int32_t *restrict zero, const fx_quant_part *part, float *restrict values) {
-  if (part->bits == 8) {
-    for (uint32_t i = 0; i < part->size; i++) values[i] = (float)(int8_t)row[i] * step[i];
-    return;
-  }
-  uint32_t half = (part->size + 1) / 2;
-  for (uint32_t i = 0; i < half; i++) values[i] = (float)((row[i] & 15) + zero[i]) * step[i];
-  for (uint32_t i = half; i < part->size; i++) values[i] = (float)((row[i - half] >> 4) + zero[i]) * step[i];
 }
 
 /* What the steps of `n` groups must be at least, given their least and largest values. */
@@ -184,13 +123,18 @@ static FX_TARGET void FX_NAME(look_over_channels)(const fx_quant_part *part, con
   }
 }
 
-/* Steps of all groups of a row, from their codes on the grid below `top`; and what a code is counted from. */
+/* Steps of all groups of a row, from their codes on the grid below `top`; and what a code is counted from, unless `zero`
+ * is NULL. */
 static FX_TARGET void FX_NAME(fill)(const fx_quant_part *part, int32_t top, const uint8_t *codes, const int8_t *zeros,
                                     float *restrict step, int32_t *restrict zero) {
   int32_t middle = part->bits == 4 ? -8 : 0;
   if (part->over_tokens) {
-    for (uint32_t i = 0; i < part->size; i++) step[i] = fx_step(top, codes[i]);
-    for (uint32_t i = 0; i < part->size; i++) zero[i] = part->asymmetric ? zeros[i] : middle;
+    uint32_t at = 0;
+#ifdef FX_AVX2
+    for (; at + 8 <= part->size; at += 8) _mm256_storeu_ps(step + at, fx_steps8(top, codes + at));
+#endif
+    for (; at < part->size; at++) step[at] = fx_step(top, codes[at]);
+    for (uint32_t i = 0; zero && i < part->size; i++) zero[i] = part->asymmetric ? zeros[i] : middle;
     return;
   }
   for (uint32_t first = 0, group = 0; first < part->size; first += part->group, group++) {
@@ -198,7 +142,7 @@ static FX_TARGET void FX_NAME(fill)(const fx_quant_part *part, int32_t top, cons
     float all = fx_step(top, codes[group]);
     int32_t from = part->asymmetric ? zeros[group] : middle;
     for (uint32_t i = first; i < end; i++) step[i] = all;
-    for (uint32_t i = first; i < end; i++) zero[i] = from;
+    for (uint32_t i = first; zero && i < end; i++) zero[i] = from;
   }
 }
 
@@ -240,22 +184,72 @@ static FX_TARGET void FX_NAME(encode)(const fx_quant_part *part, const uint8_t *
   }
 }
 
+#ifndef FX_AVX2
+static FX_TARGET void FX_NAME(store)(const float *restrict values, uint32_t dtype, uint32_t n, uint8_t *target) {
+  if (dtype == FX_BF16) {
+    fx_half *to = (fx_half *)target;
+    for (uint32_t i = 0; i < n; i++) {
+      fx_both value = {.value = values[i]};
+      uint32_t rounded = (value.bits + 0x7FFFu + ((value.bits >> 16) & 1u)) >> 16;
+      uint32_t magnitude = rounded & 0x7FFFu;
+      to[i] = (uint16_t)((rounded & 0x8000u) | (magnitude < 0x7F7Fu ? magnitude : 0x7F7Fu));
+    }
+  } else if (dtype == FX_FP16) {
+    fx_half *to = (fx_half *)target;
+    for (uint32_t i = 0; i < n; i++) {
+      fx_both value = {.value = values[i]};
+      uint32_t sign = (value.bits >> 16) & 0x8000u;
+      value.bits &= 0x7FFFFFFFu;
+      uint32_t normal = (value.bits - (112u << 23) + 0xFFFu + ((value.bits >> 13) & 1u)) >> 13;
+      fx_both small = {.value = value.value + 0.5f}; /* rounds to multiples of 2^-24 */
+      uint32_t half = value.bits < 113u << 23 ? small.bits - 0x3F000000u : normal;
+      to[i] = (uint16_t)(sign | (half < 0x7BFFu ? half : 0x7BFFu));
+    }
+  } else {
+    fx_word *to = (fx_word *)target;
+    for (uint32_t i = 0; i < n; i++) {
+      fx_both value = {.value = values[i]};
+      uint32_t magnitude = value.bits & 0x7FFFFFFFu;
+      to[i] = (value.bits & 0x80000000u) | (magnitude < FX_MAX_BITS ? magnitude : FX_MAX_BITS);
+    }
+  }
+}
+
+/* A row of codes into values = (code + zero) * step. */
+static FX_TARGET void FX_NAME(get)(const uint8_t *restrict row, const float *restrict step,
+                                   const int32_t *restrict zero, const fx_quant_part *part, float *restrict values) {
+  if (part->bits == 8) {
+    for (uint32_t i = 0; i < part->size; i++) values[i] = (float)(int8_t)row[i] * step[i];
+    return;
+  }
+  uint32_t half = (part->size + 1) / 2;
+  for (uint32_t i = 0; i < half; i++) values[i] = (float)((row[i] & 15) + zero[i]) * step[i];
+  for (uint32_t i = half; i < part->size; i++) values[i] = (float)((row[i - half] >> 4) + zero[i]) * step[i];
+}
+
+static FX_TARGET void FX_NAME(decode_row)(const uint8_t *codes, const float *step, const int32_t *zero,
+                                          const fx_quant_part *part, uint8_t *target) {
+  float values[FX_ROW_MAX];
+  FX_NAME(get)(codes, step, zero, part, values);
+  FX_NAME(store)(values, part->dtype, part->size, target);
+}
+#endif
+
 static FX_TARGET void FX_NAME(decode)(const fx_quant_part *part, const uint8_t *encoded, uint8_t *block) {
   uint8_t *rows = block + part->offset;
   fx_section section = fx_section_of(part, (uint8_t *)(uintptr_t)encoded + part->section);
   int16_t top;
   memcpy(&top, section.top, sizeof top);
-  float values[FX_ROW_MAX], step[FX_ROW_MAX];
-  int32_t zero[FX_ROW_MAX];
+  float step[FX_ROW_MAX];
+  int32_t zeros[FX_ROW_MAX], *zero = part->bits == 4 ? zeros : NULL;
   for (uint32_t row = 0; row < section.scale_rows; row++) {
     size_t at = (size_t)row * section.groups_per_row;
     FX_NAME(fill)(part, top, section.scales + at, section.zeros + at, step, zero);
     fx_range range = fx_rows_of(part, row);
     for (uint32_t i = range.token; i < range.token + range.tokens; i++) {
       const uint8_t *codes = section.codes + ((size_t)i * part->heads + range.head) * section.row_bytes;
-      FX_NAME(get)(codes, step, zero, part, values);
-      FX_NAME(store)(values, part->dtype, part->size,
-                     rows + (size_t)i * part->token_stride + (size_t)range.head * part->head_stride);
+      FX_NAME(decode_row)(codes, step, zero, part,
+                          rows + (size_t)i * part->token_stride + (size_t)range.head * part->head_stride);
     }
   }
 }
