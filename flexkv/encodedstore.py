@@ -5,15 +5,16 @@ blocks), `read`, `write`, `discard`, `aclose`. The store below sees encoded byte
 checksums are of those, bound to the key. It lends no extents: devices that read files by themselves
 would find encoded bytes there.
 
-Codecs run in threads, without the interpreter's lock if they are native. A batch takes its slots of
-the encoding arena all at once and waits for them behind others; it gives them back when nothing can
-land in them any more, and never if it was torn away (native cancellation) while something could.
+Codecs run in threads, without the interpreter's lock if they are native, share by share: while one
+is decoded, the disk reads the next. A batch takes its slots of the encoding arena all at once and
+waits for them behind others; it gives them back when nothing can land in them any more, and never
+if it was torn away (native cancellation) while something could.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -40,25 +41,36 @@ from flexkv.protocols import (
 )
 from flexkv.tiercodec import TierCodec
 
-_SHARE_BYTES = 4 << 20  # of decoded blocks that one thread takes at a time
+_SHARE_BYTES = 4 << 20  # of decoded blocks that are read, and decoded by one thread, at a time
 _MAX_THREADS = 4
 
-Verb = Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]  # decoded rows, encoded rows
+Rows = NDArray[np.uint8]
+Work = Callable[[Rows, Rows], None]  # decoded rows, encoded rows
+Verb = Callable[[BlockIO, SlotIds], Awaitable[Statuses]]  # a share, its slots in our arena
 
 
 class EncodedStore:
-    """Blocks of `store`, encoded by `codec`; at most `buffer_bytes` of them are on their way."""
+    """Blocks of `store`, encoded by `codec`; at most `buffer_bytes` of them are on their way, in
+    shares of `share_bytes` of decoded blocks.
+    """
 
     flexkv_api: ClassVar[int] = API_VERSION
     addressing: ClassVar[Literal["slot", "key"]] = "slot"
 
-    def __init__(self, store: StorageBackend, codec: TierCodec, buffer_bytes: int) -> None:
+    def __init__(
+        self,
+        store: StorageBackend,
+        codec: TierCodec,
+        buffer_bytes: int,
+        share_bytes: int = _SHARE_BYTES,
+    ) -> None:
         if store.addressing != self.addressing or not getattr(store, "any_block_bytes", False):
             raise ConfigError(
                 f"{type(store).__name__} stores blocks of the spec's size only; disk_codec needs "
                 "a backend with slots and any_block_bytes, such as disk"
             )
-        self.store, self.codec, self._buffer_bytes = store, codec, buffer_bytes
+        self.store, self.codec = store, codec
+        self._buffer_bytes, self._share_bytes = buffer_bytes, share_bytes
         self.alignment_bytes = store.alignment_bytes
         self._arena: Arena | None = None  # while it is open
         self._limiter = anyio.CapacityLimiter(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
@@ -93,28 +105,11 @@ class EncodedStore:
 
     async def read(self, batch: BlockIO) -> Statuses:
         """Read and decode: LANDED means verified by the store and decoded."""
-        statuses = np.full(len(batch), IOStatus.FAILED, np.uint8)
-        with self._batch():
-            for part in self._parts(len(batch)):
-                piece = _cut(batch, part)
-                async with self._borrow(len(piece)) as slots:
-                    answer = await self.store.read(replace(piece, host_slots=slots))
-                    found = as_statuses(answer, len(slots)) == LANDED
-                    await self._run(self._decode, piece.host_slots[found], slots[found])
-                    statuses[part] = answer
-        return statuses
+        return await self._in_parts(self._read, batch)
 
     async def write(self, batch: BlockIO) -> Statuses:
         """Encode and write; one status per block, as the store says."""
-        statuses = np.full(len(batch), IOStatus.FAILED, np.uint8)
-        with self._batch():
-            for part in self._parts(len(batch)):
-                piece = _cut(batch, part)
-                async with self._borrow(len(piece)) as slots:
-                    await self._run(self._encode, piece.host_slots, slots)
-                    answer = await self.store.write(replace(piece, host_slots=slots))
-                    statuses[part] = as_statuses(answer, len(slots))
-        return statuses
+        return await self._in_parts(self._write, batch)
 
     async def discard(self, batch: BlockIO) -> Statuses:
         """Forget the blocks, as the store does."""
@@ -178,29 +173,62 @@ class EncodedStore:
 
     # codecs, in threads
 
-    def _encode(self, decoded: NDArray[np.uint8], encoded: NDArray[np.uint8]) -> None:
+    async def _in_parts(self, verb: Verb, batch: BlockIO) -> Statuses:
+        """Do all of a batch, as much of it at once as the arena has room for."""
+        statuses = np.full(len(batch), IOStatus.FAILED, np.uint8)
+        with self._batch():
+            for part in self._parts(len(batch)):
+                piece = _cut(batch, part)
+                async with self._borrow(len(piece)) as slots:
+                    statuses[part] = await self._in_shares(verb, piece, slots)
+        return statuses
+
+    async def _in_shares(self, verb: Verb, piece: BlockIO, slots: SlotIds) -> Statuses:
+        """Do the shares of a piece side by side: while one is decoded, the disk reads others.
+
+        No share is cancelled when another fails: what is on its way may land in our slots.
+        """
+        statuses = np.full(len(piece), IOStatus.FAILED, np.uint8)
+        errors: list[Exception] = []
+
+        async def one(share: slice) -> None:
+            try:
+                statuses[share] = await verb(_cut(piece, share), slots[share])
+            except Exception as error:
+                errors.append(error)
+
+        step = max(1, self._share_bytes // self._spec.block_bytes)
+        if len(piece) <= step:
+            await one(slice(0, len(piece)))
+        else:
+            async with anyio.create_task_group() as group:
+                for at in range(0, len(piece), step):
+                    group.start_soon(one, slice(at, at + step))
+        if errors:
+            raise errors[0]
+        return statuses
+
+    async def _read(self, share: BlockIO, slots: SlotIds) -> Statuses:
+        answer = as_statuses(await self.store.read(replace(share, host_slots=slots)), len(slots))
+        found = answer == LANDED
+        if found.any():
+            await self._in_thread(self._decode, share.host_slots[found], slots[found])
+        return answer
+
+    async def _write(self, share: BlockIO, slots: SlotIds) -> Statuses:
+        await self._in_thread(self._encode, share.host_slots, slots)
+        return as_statuses(await self.store.write(replace(share, host_slots=slots)), len(slots))
+
+    def _encode(self, decoded: Rows, encoded: Rows) -> None:
         self.codec.codec.encode(self._spec, decoded, encoded)
 
-    def _decode(self, decoded: NDArray[np.uint8], encoded: NDArray[np.uint8]) -> None:
+    def _decode(self, decoded: Rows, encoded: Rows) -> None:
         self.codec.codec.decode(self._spec, encoded, decoded)
 
-    async def _run(self, verb: Verb, host_slots: SlotIds, slots: SlotIds) -> None:
-        """Encode or decode pairs of slots, spread over threads."""
-        count = len(slots)
-        step = max(1, _SHARE_BYTES // self._spec.block_bytes)
-        if count <= step:
-            if count:
-                await self._in_thread(verb, host_slots, slots)
-            return
-        async with anyio.create_task_group() as group:
-            for at in range(0, count, step):
-                share = slice(at, at + step)
-                group.start_soon(self._in_thread, verb, host_slots[share], slots[share])
+    async def _in_thread(self, work: Work, host_slots: SlotIds, slots: SlotIds) -> None:
+        await anyio.to_thread.run_sync(self._work, work, host_slots, slots, limiter=self._limiter)
 
-    async def _in_thread(self, verb: Verb, host_slots: SlotIds, slots: SlotIds) -> None:
-        await anyio.to_thread.run_sync(self._work, verb, host_slots, slots, limiter=self._limiter)
-
-    def _work(self, verb: Verb, host_slots: SlotIds, slots: SlotIds) -> None:
+    def _work(self, work: Work, host_slots: SlotIds, slots: SlotIds) -> None:
         arena = self._arena
         if arena is None:  # who asked is gone, torn away, and the store was closed meanwhile
             raise ClosedError("the encoded store is not open")
@@ -208,7 +236,7 @@ class EncodedStore:
             length = stop - first
             host = self._host.rows(int(host_slots[first]), length)
             encoded = arena.rows(int(slots[first]), length)
-            verb(host[:, : self._spec.block_bytes], encoded[:, : self._encoded_bytes])
+            work(host[:, : self._spec.block_bytes], encoded[:, : self._encoded_bytes])
 
 
 def _cut(batch: BlockIO, part: slice) -> BlockIO:

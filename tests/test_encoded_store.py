@@ -18,13 +18,13 @@ from flexkv.backends.disk import DiskBackend
 from flexkv.codecs.quant import Int8
 from flexkv.completion import Completions
 from flexkv.encodedstore import EncodedStore
-from flexkv.errors import ConfigError
+from flexkv.errors import CapacityError, ConfigError
 from flexkv.memory import Arena
-from flexkv.model import DAMAGED, FAILED, LANDED, MISSING, Identity, KVSpec
+from flexkv.model import DAMAGED, FAILED, LANDED, MISSING, Identity, KVSpec, Statuses
 from flexkv.protocols import API_VERSION, BlockIO, LocatableStorage, Services, StorageBackend
 from flexkv.testing import StorageBackendTests, StorageHarness
 from flexkv.testing.built_in import DiskHarness
-from flexkv.testing.faults import Faults, inject
+from flexkv.testing.faults import Faults, Gate, inject
 from flexkv.testing.harness import Bytes
 from flexkv.tiercodec import TierCodec
 
@@ -59,7 +59,7 @@ class EncodedHarness(DiskHarness):
     """The disk tier behind `Turned`, with little memory for encoded blocks."""
 
     def make(self) -> StorageBackend:
-        return EncodedStore(DiskBackend(), OfAnySize("turned", Turned()), 48 << 10)
+        return EncodedStore(DiskBackend(), OfAnySize("turned", Turned()), 48 << 10, share_bytes=1)
 
     def read_back(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec) -> Bytes:
         return super().read_back(place, slot, key, spec) ^ 0xFF
@@ -118,9 +118,16 @@ class Bench:
 
 
 @asynccontextmanager
-async def opened(path: Path, codec: TierCodec | None = None, kib: int = 48) -> AsyncIterator[Bench]:
+async def opened(
+    path: Path,
+    codec: TierCodec | None = None,
+    kib: int = 48,
+    below: DiskBackend | None = None,
+    share_bytes: int = 3 * SPEC.block_bytes,
+) -> AsyncIterator[Bench]:
     completions, arena = Completions(), Arena(2 * SLOTS, SPEC.stride_bytes, huge_pages=False)
-    store = EncodedStore(DiskBackend(), codec or TierCodec("int8", Int8()), kib << 10)
+    codec = codec or TierCodec("int8", Int8())
+    store = EncodedStore(below or DiskBackend(), codec, kib << 10, share_bytes)
     identity = Identity("m", spec=SPEC, codec="int8/1")
     settings = {"directories": [path / "a"]}
     try:
@@ -215,6 +222,45 @@ async def test_a_codec_that_fails_gives_its_memory_back(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot"):
             await bench.store.read(bench.batch(0, 1, SLOTS))
         assert bench.free() == bench.encoding.slots
+
+
+class Stumbling(DiskBackend):
+    """Refuses to read slot 0; whoever reads slot 1 waits at the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    async def read(self, batch: BlockIO) -> Statuses:
+        if 0 in batch.store_slots:
+            raise CapacityError("no room for slot 0")
+        if 1 in batch.store_slots:
+            await self.gate.wait()
+        return await super().read(batch)
+
+
+async def test_a_share_that_is_refused_does_not_tear_the_others_away(tmp_path: Path) -> None:
+    """Their memory stays taken until they have landed; then the batch says what was refused."""
+    below, refused = Stumbling(), []
+    async with opened(tmp_path, kib=1024, below=below, share_bytes=1) as bench:
+        await bench.store.write(bench.batch(0, 3))
+        all_free = bench.free()
+
+        async def read() -> None:
+            with pytest.raises(CapacityError, match="slot 0"):
+                await bench.store.read(bench.batch(0, 3, SLOTS))
+            refused.append(True)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read)
+            await below.gate.reached.wait()
+            await anyio.wait_all_tasks_blocked()
+            assert bench.free() == all_free - 3
+            assert not refused
+            below.gate.open()
+        assert bench.free() == all_free
+        assert np.array_equal(bench.got(1), bench.expected[1])
+        assert np.array_equal(bench.got(2), bench.expected[2])
 
 
 def test_devices_that_read_files_are_not_told_where_blocks_lie() -> None:
