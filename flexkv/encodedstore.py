@@ -25,6 +25,7 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.coding import MOST_CORES, SHARE_BYTES
 from flexkv.errors import CapacityError, ClosedError, ConfigError
 from flexkv.lanes import Lane
 from flexkv.memory import Arena
@@ -40,9 +41,6 @@ from flexkv.protocols import (
     as_statuses,
 )
 from flexkv.tiercodec import TierCodec
-
-_SHARE_BYTES = 4 << 20  # of decoded blocks that are read, and decoded by one thread, at a time
-_MAX_THREADS = 4
 
 Rows = NDArray[np.uint8]
 Work = Callable[[Rows, Rows], None]  # decoded rows, encoded rows
@@ -62,7 +60,7 @@ class EncodedStore:
         store: StorageBackend,
         codec: TierCodec,
         buffer_bytes: int,
-        share_bytes: int = _SHARE_BYTES,
+        share_bytes: int = SHARE_BYTES,
     ) -> None:
         if store.addressing != self.addressing or not getattr(store, "any_block_bytes", False):
             raise ConfigError(
@@ -73,7 +71,7 @@ class EncodedStore:
         self._buffer_bytes, self._share_bytes = buffer_bytes, share_bytes
         self.alignment_bytes = store.alignment_bytes
         self._arena: Arena | None = None  # while it is open
-        self._limiter = anyio.CapacityLimiter(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._limiter = anyio.CapacityLimiter(min(MOST_CORES, len(os.sched_getaffinity(0))))
         self._batches, self._idle = 0, anyio.Event()
         self._closing = False
 

@@ -17,7 +17,7 @@ PACKAGE = Path(flexkv.__file__).parent
 VOCABULARY = "model errors"
 BRAIN = (
     "keys alone index groups order pool tier hints holds reads ledger spills offers prompts "
-    "planned planner layerwise tiercodec estimates worth cuts brain"
+    "planned planner layerwise coding tiercodec estimates worth cuts brain"
 )
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
@@ -57,6 +57,8 @@ MAY_IMPORT = {
     "worth": f"estimates {VOCABULARY}",
     "cuts": f"groups planner worth {VOCABULARY}",
     # names the policies: the only part of the brain that loads plug-ins
+    # what a codec costs and saves: figures, no plug-in
+    "coding": VOCABULARY,
     # how many slots a tier has depends on its codec: a plug-in
     "tiercodec": f"config plugins protocols {VOCABULARY}",
     "brain": f"config plugins hints index pool tier tiercodec ledger planner worth {VOCABULARY}",
@@ -78,7 +80,7 @@ MAY_IMPORT = {
     "plans": f"brain completion cuts groups telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     # a store before a store; its codecs run in threads
-    "encodedstore": f"completion lanes memory pool protocols tiercodec {VOCABULARY}",
+    "encodedstore": f"coding completion lanes memory pool protocols tiercodec {VOCABULARY}",
     # several machines as one cache: what the others hold, and how it comes over
     "cluster": f"_core backends completion config engine events index lanes ledger memory order "
     f"planner plans protocols telemetry tier transfer waiting {VOCABULARY}",

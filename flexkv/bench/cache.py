@@ -2,7 +2,7 @@
 
 `DeviceMemory` (an engine's KV tensors whose bytes tell where they came from: `fill`, `wipe`,
 `check`) - `OpenCache` (a manager in a loop of its own: `put`, `get`, `one`, `launch`, `at_once`,
-`latencies`, `reset`) - `prompts` (tokens that share nothing).
+`from_tier`, `latencies`, `usage`, `reset`) - `prompts` (tokens that share nothing).
 """
 
 from __future__ import annotations
@@ -211,6 +211,27 @@ class OpenCache:
         Raises:
             TransferError: some of their tokens were not loaded.
         """
+        transfers = self._at_once(texts, shares)
+        begun = min(transfer.started for transfer in transfers)
+        return [transfer.finished - begun for transfer in transfers]
+
+    def from_tier(self, tier: str, texts: Sequence[Tokens], shares: Sequence[Blocks]) -> float:
+        """Get prompts as `at_once` does; return the seconds until all have ended.
+
+        Raises:
+            TransferError: some of their tokens were not loaded, or not from this tier.
+        """
+        transfers = self._at_once(texts, shares)
+        for text, transfer in zip(texts, transfers, strict=True):
+            got = transfer.result()
+            if got.loaded != len(text) or got.by_tier.get(tier, 0) * self._tokens_per_block != (
+                got.loaded
+            ):
+                raise TransferError(f"{got.loaded} of {len(text)} tokens came from {got.by_tier}")
+        begun = min(transfer.started for transfer in transfers)
+        return max(transfer.finished for transfer in transfers) - begun
+
+    def _at_once(self, texts: Sequence[Tokens], shares: Sequence[Blocks]) -> list[Transfer]:
         slots = [self.slots(share) for share in shares]
 
         async def work() -> list[Transfer]:
@@ -222,13 +243,16 @@ class OpenCache:
         transfers = self._portal.call(work)
         if any(transfer.result().loaded != transfer.matched for transfer in transfers):
             raise TransferError("tokens that were stored were not loaded")
-        begun = min(transfer.started for transfer in transfers)
-        return [transfer.finished - begun for transfer in transfers]
+        return transfers
 
     @property
     def config(self) -> FlexKVConfig:
         """The manager's settings."""
         return self._kv.config
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """Return blocks per tier; see KVManager.usage."""
+        return self._portal.call(self._kv.usage)
 
     def latencies(self, texts: Sequence[Tokens], samples: int) -> list[float]:
         """Get one prompt after the other into the first device blocks; return seconds of each."""

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from flexkv import plugins
+from flexkv.bench.codec import random_blocks
 from flexkv.bench.report import median
 from flexkv.errors import ConfigError
 from flexkv.model import KVSpec
 
-_SPEC = KVSpec.uniform(16, 8, 64, "float16")  # a block of 512 KiB
+_SPEC = KVSpec.uniform(16, 8, 64, "bfloat16")  # a block of 512 KiB
 _BLOCKS = 16
 
 
@@ -22,8 +23,7 @@ def codec_rates(repeats: int) -> dict[str, Any]:
     """Return, by installed codec, bytes per second of encoding and decoding (of the plain bytes,
     on one core) and the ratio.
     """
-    noise = np.random.default_rng(0).standard_normal(_BLOCKS * _SPEC.block_bytes // 2)
-    source = noise.astype(np.float16).view(np.uint8).reshape(_BLOCKS, _SPEC.block_bytes)
+    source = random_blocks(_SPEC, _BLOCKS)
     found: dict[str, Any] = {}
     for name in sorted(plugins.available(plugins.CODECS)):
         try:

@@ -109,15 +109,19 @@ def copy_block_seconds(spec: KVSpec, device: DeviceMemory, samples: int) -> list
         one.close()
 
 
-def disk_read_speed(directory: Path, size_bytes: int, block_bytes: int, depth: int) -> float | None:
-    """Return bytes per second of fio reading a file of `size_bytes` past the page cache.
+def disk_read_speed(
+    directory: Path, size_bytes: int, block_bytes: int, depth: int, *, shuffled: bool = False
+) -> float | None:
+    """Return bytes per second of fio reading a file of `size_bytes` past the page cache, from its
+    beginning to its end or `shuffled`.
 
     The file stays for the next call. None without fio, or where the file system has no O_DIRECT.
     """
     if shutil.which("fio") is None:
         return None
     command = [
-        *("fio", "--name=limit", f"--filename={directory / 'fio.bin'}", "--rw=read", "--direct=1"),
+        *("fio", "--name=limit", f"--filename={directory / 'fio.bin'}", "--direct=1"),
+        f"--rw={'randread' if shuffled else 'read'}",
         *("--ioengine=io_uring", f"--size={size_bytes}", f"--bs={block_bytes}"),
         *(f"--iodepth={depth}", "--output-format=json"),
     ]

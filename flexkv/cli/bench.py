@@ -129,12 +129,22 @@ def directory(
 
 
 @app.command()
-def codec(settings: Settings = None, as_json: Json = False) -> None:
+def codec(
+    settings: Settings = None,
+    tier: Annotated[bool, typer.Option("--tier", help="Measure a disk tier behind one.")] = False,
+    directory: Dir = None,
+    as_json: Json = False,
+) -> None:
     """Speed, ratio and real error of codecs, on the KV of SmolLM2-135M where it is installed.
 
+    With --tier: a disk tier with a codec against one without, blocks held and gets, measured and
+    predicted by the simulator.
+
     Example: [bold]flexkv bench codec codecs=int8,int4 tokens=2048 --json[/bold]
+
+    Example: [bold]flexkv bench codec --tier --dir /mnt/nvme codec=int8 --json[/bold]
     """
-    _run("codec", settings, None, as_json)
+    _run("codec_tier" if tier else "codec", settings, directory, as_json)
 
 
 def _run(name: str, settings: list[str] | None, directory: Path | None, as_json: bool) -> None:

@@ -213,25 +213,27 @@ def _setup(
     from flexkv.errors import ConfigError
     from flexkv.sim.compute import ComputeModel, shape
     from flexkv.sim.profiles import hardware
+    from flexkv.sim.serving.coded import coding_by
     from flexkv.sim.serving.measured import Calibration
     from flexkv.sim.serving.prices import Prices
-    from flexkv.sim.serving.sizing import Setup, hardware_costs
+    from flexkv.sim.serving.sizing import Setup, hardware_costs, kv_spec
 
     trace = read(path, format, tokens_per_block, fill="none")
     trace = replace(trace, requests=trace.requests[:requests])
     machine = hardware(hardware_name)
     compute = ComputeModel(shape(model), machine.flops_per_s, machine.tiers["hbm"].read_bytes_per_s)
-    block_bytes = int(compute.model.kv_bytes_per_token()) * trace.tokens_per_block
-    costs = (
-        Calibration.read(profile).costs(block_bytes)
-        if profile
-        else hardware_costs(machine, block_bytes)
-    )
+    options = pairs(settings or [])
+    spec, codec = kv_spec(compute.model, trace.tokens_per_block), options.get("disk_codec")
+    if profile:
+        measured = Calibration.read(profile)
+        costs = measured.costs(spec.block_bytes, measured.coding(codec, spec) if codec else None)
+    else:
+        coding = coding_by(codec, spec) if codec else None
+        costs = hardware_costs(machine, spec.block_bytes, coding)
     try:
         chosen = Prices(**(yaml.safe_load(prices) or {}))
     except TypeError as error:
         raise ConfigError(f"--prices: {error}; names: {', '.join(asdict(Prices()))}") from error
-    options = pairs(settings or [])
     return Setup(trace, compute, costs, accelerators, speed, chosen, options)
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexkv.coding import Coding
 from flexkv.errors import ConfigError
+from flexkv.model import DISK, KVSpec
 from flexkv.sim.profiles import HardwareProfile, as_json, read_profile
+from flexkv.sim.serving.coded import coding_by
 from flexkv.sim.serving.engine import Edge
 from flexkv.sim.serving.legs import Cost, CostOf
 from flexkv.sim.serving.replay import Costs
@@ -61,14 +64,28 @@ class Calibration:
     software: Mapping[str, Software] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def costs(self, block_bytes: int) -> Costs:
-        """Return what moving blocks of `block_bytes` costs."""
+    def costs(self, block_bytes: int, coding: Coding | None = None) -> Costs:
+        """Return what moving blocks of `block_bytes` costs, with `coding` on the disk tier."""
         get, far_get, mixed, put, more = (self.software.get(kind, Software()) for kind in KINDS)
+        stored_bytes = block_bytes if coding is None else coding.stored_bytes
         return Costs(
-            {edge: self.cost_of(edge, block_bytes) for edge in self.batches},
+            {
+                edge: self.cost_of(edge, stored_bytes if DISK in edge else block_bytes)
+                for edge in self.batches
+            },
             lambda near, far: (get if not far else mixed if near else far_get).seconds(near + far),
             lambda blocks, new: (more if new < blocks else put).seconds(blocks),
+            coding,
+            by_cores=self.facts.get("device") == "cpu",
         )
+
+    def coding(self, name: str, spec: KVSpec) -> Coding:
+        """Return the figures of a codec as they were measured here; raises as `coding_by`."""
+        return coding_by(name, spec, self.facts.get("codecs", {}), int(self.facts.get("cores", 1)))
+
+    def with_rate(self, edge: Edge, bytes_per_s: float) -> Calibration:
+        """Return the same machine with other bytes per second on an edge."""
+        return replace(self, bytes_per_s={**self.bytes_per_s, edge: bytes_per_s})
 
     def cost_of(self, edge: Edge, block_bytes: int) -> CostOf:
         """Return the cost of a batch on an edge, by its blocks."""

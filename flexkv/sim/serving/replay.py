@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexkv.coding import Coding
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.model import DEVICE, DISK, HOST, PAGE_BYTES, KeyArray, KVSpec
 from flexkv.sim.clock import VirtualClock
 from flexkv.sim.serving.cache import Moved, VirtualCache
+from flexkv.sim.serving.coded import CodedLeg
 from flexkv.sim.serving.engine import Edge
 from flexkv.sim.serving.legs import CostOf, Leg, Wire, free
 from flexkv.sim.serving.tasks import Task, Tasks
@@ -101,19 +103,32 @@ def check_config(
 class Costs:
     """What moving costs: by edge, seconds of a batch of so many blocks; and what the software adds
     to a get of (blocks from the host, blocks from stores) and to a put of (blocks, new ones).
+
+    With a codec the edges of the disk cost what encoded blocks do. `by_cores`: the device's copies
+    are made by the cores that run the codec.
     """
 
     edges: Mapping[Edge, CostOf] = field(default_factory=dict)
     get_s: Callable[[int, int], float] = lambda near, far: 0.0
     put_s: Callable[[int, int], float] = lambda blocks, new: 0.0
+    coding: Coding | None = None
+    by_cores: bool = False
 
     def legs(self, tasks: Tasks) -> dict[Edge, Leg]:
         """Return a leg for every edge; reads and writes of a store share its wire."""
-        disk = Wire()
+        disk, cores = Wire(), Wire()
         wires = {(DISK, HOST): disk, (HOST, DISK): disk}
-        return {
-            edge: Leg(tasks, wires.get(edge, Wire()), self.edges.get(edge, free)) for edge in EDGES
-        }
+        if self.coding is not None and self.by_cores:
+            wires |= {(HOST, DEVICE): cores, (DEVICE, HOST): cores}
+        legs: dict[Edge, Leg] = {}
+        for edge in EDGES:
+            wire, cost = wires.get(edge, Wire()), self.edges.get(edge, free)
+            if self.coding is not None and DISK in edge:
+                reads = edge == (DISK, HOST)
+                legs[edge] = CodedLeg(tasks, wire, cost, self.coding, cores, reads=reads)
+            else:
+                legs[edge] = Leg(tasks, wire, cost)
+        return legs
 
 
 def replay(

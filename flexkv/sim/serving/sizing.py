@@ -1,4 +1,4 @@
-"""How much memory and disk: `Setup`, `Setup.run`, `sweep`, `plan`.
+"""How much memory and disk: `Setup`, `Setup.run`, `sweep`, `plan`, `hardware_costs`, `kv_spec`.
 
 `Setup` (a trace on a machine: what does not change) - `Trial` (one pair of sizes and what it came
 to) - `sweep` (every pair) - `plan` (for every host size, the smallest disk whose TTFT percentile is
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from flexkv.coding import Coding
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.model import DEVICE, DISK, HOST, KVSpec
-from flexkv.sim.compute import ComputeModel
+from flexkv.sim.compute import ComputeModel, ModelShape
 from flexkv.sim.profiles import HardwareProfile
 from flexkv.sim.serving.legs import Cost, CostOf
 from flexkv.sim.serving.prices import Prices
@@ -29,9 +30,11 @@ CHUNK_BLOCKS = 4
 Progress = Callable[[str, int, int], None]  # what is running, requests done, of how many
 
 
-def hardware_costs(profile: HardwareProfile, block_bytes: int) -> Costs:
+def hardware_costs(
+    profile: HardwareProfile, block_bytes: int, coding: Coding | None = None
+) -> Costs:
     """Return what moving blocks costs by a data sheet: latency, and bytes over the slower of tier
-    and link.
+    and link; `coding` is of the disk tier.
 
     Raises:
         ConfigError: the profile has no tier "dram" or "ssd".
@@ -49,7 +52,8 @@ def hardware_costs(profile: HardwareProfile, block_bytes: int) -> Costs:
             link = profile.links[tier.behind]
             rates.append(link.write_bytes_per_s if write else link.read_bytes_per_s)
             latency_s += link.latency_s
-        block_s = block_bytes / min(rates)
+        stored_bytes = coding.stored_bytes if coding and tier_name == "ssd" else block_bytes
+        block_s = stored_bytes / min(rates)
         return lambda blocks: Cost(blocks * block_s, latency_s + blocks * block_s)
 
     return Costs(
@@ -58,7 +62,16 @@ def hardware_costs(profile: HardwareProfile, block_bytes: int) -> Costs:
             (DEVICE, HOST): cost_of("dram", True),
             (DISK, HOST): cost_of("ssd", False),
             (HOST, DISK): cost_of("ssd", True),
-        }
+        },
+        coding=coding,
+    )
+
+
+def kv_spec(model: ModelShape, tokens_per_block: int) -> KVSpec:
+    """Return what a block of a model's KV holds; items of 2 bytes are taken for bfloat16."""
+    dtype = {1.0: "uint8", 2.0: "bfloat16", 4.0: "float32"}[model.kv_item_bytes]
+    return KVSpec.uniform(
+        model.layers, model.kv_heads, model.head_dim, dtype, tokens_per_block=tokens_per_block
     )
 
 
@@ -77,14 +90,16 @@ class Setup:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of the model, over all layers."""
-        return int(self.compute.model.kv_bytes_per_token()) * self.trace.tokens_per_block
+        return self.spec.block_bytes
+
+    @property
+    def spec(self) -> KVSpec:
+        """What a block of the trace holds."""
+        return kv_spec(self.compute.model, self.trace.tokens_per_block)
 
     def config(self, host_blocks: int, disk_blocks: int) -> FlexKVConfig:
         """Return the configuration of a cache of this size."""
-        tokens = self.trace.tokens_per_block
-        spec = KVSpec.uniform(
-            1, 1, self.block_bytes // (2 * tokens), "uint8", tokens_per_block=tokens
-        )
+        spec = self.spec
         return FlexKVConfig(
             model="trace",
             spec=spec,
