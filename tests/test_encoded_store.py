@@ -59,7 +59,7 @@ class EncodedHarness(DiskHarness):
     """The disk tier behind `Turned`, with little memory for encoded blocks."""
 
     def make(self) -> StorageBackend:
-        return EncodedStore(DiskBackend(), OfAnySize("turned", Turned()), 48 << 10, share_bytes=1)
+        return EncodedStore(DiskBackend(), OfAnySize("turned", Turned()), 48 << 10)
 
     def read_back(self, place: Path, slot: int, key: NDArray[np.uint64], spec: KVSpec) -> Bytes:
         return super().read_back(place, slot, key, spec) ^ 0xFF
