@@ -27,7 +27,7 @@ _VERBS = {  # what the doors of protocols.py ask for, by group: any of the sets 
         ("probe", "open", "read", "write", "discard", "aclose"),
     ),
     POLICIES: (("open", "inserted", "touched", "removed", "victims"),),
-    CODECS: (("encoded_bytes", "encode", "decode"), ("pack", "unpack")),
+    CODECS: (("encoded_bytes", "encode", "decode"),),
     HARNESSES: (("make", "settings"),),
 }
 _REGISTERED = "registered in this process"

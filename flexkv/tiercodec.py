@@ -59,17 +59,10 @@ def disk_codec(config: FlexKVConfig) -> TierCodec | None:
 
     Raises:
         PluginError: there is no such codec.
-        ConfigError: it drops tokens, so it is for private copies of one session.
     """
     if config.disk_codec is None or not config.disk_cache_bytes:
         return None
-    plugin = plugins.load(plugins.CODECS, config.disk_codec)
-    if not callable(getattr(plugin, "encode", None)):
-        raise ConfigError(
-            f"disk_codec={config.disk_codec!r} drops tokens: it packs private copies of one "
-            "session and is never used for a tier"
-        )
-    return TierCodec(config.disk_codec, plugin())
+    return TierCodec(config.disk_codec, plugins.load(plugins.CODECS, config.disk_codec)())
 
 
 def store_slots(config: FlexKVConfig, spec: KVSpec) -> dict[str, int]:

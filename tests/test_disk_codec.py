@@ -280,22 +280,10 @@ class Padded:
     decode = encode
 
 
-class Packs:
-    """A codec of private copies: other verbs."""
-
-    flexkv_api = API_VERSION
-
-    def pack(self) -> None:
-        raise AssertionError
-
-    unpack = pack
-
-
 @pytest.mark.parametrize(
     ("codec", "error", "why"),
     [
         (Padded, ConfigError, "slots of one size gain nothing"),
-        (Packs, ConfigError, "drops tokens"),
         (None, PluginError, "no flexkv.codecs plug-in is called 'mine'"),
     ],
 )
