@@ -170,7 +170,13 @@ class KVManager(Ahead):
             stack.worth.computed(tokens, past_tokens, elapsed_ms / 1e3, now, share)
 
     def put_match(
-        self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE, held: Held = None
+        self,
+        tokens: Any,
+        *,
+        namespace: Namespace = None,
+        groups: Groups = WHOLE,
+        held: Held = None,
+        output_tokens: int | None = None,
     ) -> Plan:
         """Take host slots for blocks of a prompt that are not there yet; launch it to fill them.
 
@@ -180,15 +186,19 @@ class KVManager(Ahead):
         Args:
             groups, held: of a hybrid model; for each group the numbers of the blocks that there
             are, ascending, or None for all of them (as a group without a window must have).
+            output_tokens: length of the answer, once it is known; `hazard` learns from it.
 
         Raises:
             CapacityError: the host cannot take them all now; nothing was changed.
         """
         stack = self._stack
+        if output_tokens is not None and output_tokens < 0:
+            raise InputError(f"output_tokens ({output_tokens}) must not be negative")
         if self._host.resetting:
             raise CapacityError("the cache is being reset; put again when reset() has returned")
         parts = self._keys(as_tokens(tokens), namespace, groups, "put")
-        plan = self._host.think(stack.plans.take, parts, held, stack.completions.now())
+        now = stack.completions.now()
+        plan = self._host.think(stack.plans.take, parts, held, now, output_tokens)
         assert plan.put is not None
         if plan.put.saves is not None:
             self._host.save(plan.put.saves)
@@ -235,6 +245,7 @@ class KVManager(Ahead):
         namespace: Namespace = None,
         groups: Groups = WHOLE,
         held: Held = None,
+        output_tokens: int | None = None,
     ) -> Transfer:
         """Store the whole blocks of a prompt from the device slots of its tokens; see `put_match`.
 
@@ -242,7 +253,9 @@ class KVManager(Ahead):
         it. A put that finds no room fails as a whole: awaiting it raises CapacityError.
         """
         try:
-            plan = self.put_match(tokens, namespace=namespace, groups=groups, held=held)
+            plan = self.put_match(
+                tokens, namespace=namespace, groups=groups, held=held, output_tokens=output_tokens
+            )
         except CapacityError as error:
             self.telemetry.add("refused_puts", 1)
             return refused("put", error, self._stack.completions.now)

@@ -68,7 +68,13 @@ class Plans:
         )
         return self._watch(plan)
 
-    def take(self, groups: Sequence[GroupKeys], held: Sequence[Any] | None, now: float) -> Plan:
+    def take(
+        self,
+        groups: Sequence[GroupKeys],
+        held: Sequence[Any] | None,
+        now: float,
+        output_tokens: int | None = None,
+    ) -> Plan:
         """Plan to write blocks: all of every group, or those with the numbers in `held`.
 
         Raises:
@@ -78,7 +84,7 @@ class Plans:
         tokens = len(groups[0].keys) * self._size
         if held is not None:
             groups = [group.only(numbers) for group, numbers in zip(groups, held, strict=True)]
-        put = self._planner.plan_put(groups, now)
+        put = self._planner.plan_put(groups, now, output_tokens)
         plan = Plan(
             "put",
             offset=0,

@@ -267,9 +267,12 @@ class BlockingKVManager:
             leave_tokens=leave_tokens,
         )
 
-    def put_match(self, tokens: Any, *, namespace: Namespace = None) -> Plan:
+    def put_match(
+        self, tokens: Any, *, namespace: Namespace = None, output_tokens: int | None = None
+    ) -> Plan:
         """See KVManager.put_match."""
-        return self.call(self._kv.put_match, tokens, namespace=namespace)
+        given = {"namespace": namespace, "output_tokens": output_tokens}
+        return self.call(self._kv.put_match, tokens, **given)
 
     def cancel_plan(self, plan: Plan) -> None:
         """Cancel a plan that was not launched."""
@@ -288,12 +291,16 @@ class BlockingKVManager:
         )
 
     def put(
-        self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None
+        self,
+        tokens: Any,
+        slot_mapping: Any,
+        *,
+        namespace: Namespace = None,
+        output_tokens: int | None = None,
     ) -> BlockingTransfer:
         """See KVManager.put_async."""
-        return BlockingTransfer(
-            self, self.call(self._kv.put_async, tokens, slot_mapping, namespace=namespace)
-        )
+        given = {"namespace": namespace, "output_tokens": output_tokens}
+        return BlockingTransfer(self, self.call(self._kv.put_async, tokens, slot_mapping, **given))
 
     def prefetch(
         self, tokens: Any, *, namespace: Namespace = None, groups: Groups = WHOLE

@@ -11,9 +11,9 @@ import pytest
 from hazard_rig import Replay, chats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rig import open_rig, prompt
+from rig import open_rig, prompt, slots_of
 
-from flexkv.errors import ConfigError
+from flexkv.errors import ConfigError, InputError
 from flexkv.groups import GroupKeys
 from flexkv.index import PrefixIndex
 from flexkv.model import NO_BLOCK
@@ -167,6 +167,17 @@ def test_an_impossible_capacity_is_refused() -> None:
     index = PrefixIndex(8, ["host"])
     with pytest.raises(ConfigError, match="use lru"):
         index.set_policy(0, Hazard(), capacity_blocks=1 << 28)
+
+
+async def test_a_put_tells_the_length_of_its_answer() -> None:
+    async with open_rig(eviction_policy="hazard") as rig:
+        tokens = prompt(1, 5)
+        await rig.kv.put_async(tokens, slots_of(range(5)), output_tokens=63)
+        policy = rig.kv._stack.index.audience(0).policy
+        assert isinstance(policy, Hazard)
+        assert "answer level 3" in str(policy.explain(0, 1e9))
+        with pytest.raises(InputError, match="output_tokens"):
+            rig.kv.put_match(tokens, output_tokens=-1)
 
 
 class Picky(Hazard):

@@ -104,7 +104,11 @@ class Carrier:
         plan: Plan | None = None
         try:
             plan = self._manager.put_match(
-                tokens, namespace=namespace, groups=self._groups.cache, held=save.held
+                tokens,
+                namespace=namespace,
+                groups=self._groups.cache,
+                held=save.held,
+                output_tokens=save.answer_tokens,
             )
             plan.tag = save.step, 0
             save.transfer = self._manager.launch(plan, slots_of(save.blocks, self._size))

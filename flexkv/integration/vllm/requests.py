@@ -30,6 +30,7 @@ class Work:
     tokens: int = 0  # from the request's first one on, or of a load: those it brings
     parts: tuple[int, ...] = ()  # tokens of each group; their blocks stand one behind the other
     held: list[Any] | None = None  # see groups.Found
+    answer_tokens: int | None = None  # of a request that has ended
     kept: list[Any] = field(default_factory=list)
     number: int = 0  # of a load that the workers wait for themselves
     silent: bool = False  # vLLM is not to be told: it does not wait

@@ -246,7 +246,8 @@ class SchedulerSide:
             self._extend_hint(state.hint, state, request.num_prompt_tokens, count * self._size)
         covered = max([state.known_tokens, *(save.tokens for save in saves)])
         if count * self._size > covered:
-            saves.append(self._save(request, state, block_ids, count))
+            answer = request.num_tokens - request.num_prompt_tokens
+            saves.append(self._save(request, state, block_ids, count, answer))
         return self._saves.wait_for(name, saves)
 
     def _extend_hint(self, hint: Hint, state: State, prompt: int, stored: int) -> None:
@@ -257,13 +258,20 @@ class SchedulerSide:
             later = Hint(hint.request, hint.retain)
             self.kv.post(self._carrier.heed, later, state.tokens[:stored], state.namespace)
 
-    def _save(self, request: Any, state: State, block_ids: Sequence[list[int]], count: int) -> Work:
+    def _save(
+        self,
+        request: Any,
+        state: State,
+        block_ids: Sequence[list[int]],
+        count: int,
+        answer_tokens: int | None = None,
+    ) -> Work:
         """Store a request's first `count` blocks, given by group."""
         # of windows, those before places where the next request may part from this one
         ends = request.num_prompt_tokens, request.num_prompt_tokens - 1, state.junction_tokens
         found = self._groups.to_save(request, block_ids, count, ends)
         save = Work(request.request_id, found.blocks, False, self._step, count * self._size)
-        save.held, save.kept = found.held, found.kept
+        save.held, save.kept, save.answer_tokens = found.held, found.kept, answer_tokens
         self._pending += 1
         self._overdue.add(save)
         self._metrics.add("saves")
