@@ -286,9 +286,8 @@ class BlockingKVManager:
         self, tokens: Any, slot_mapping: Any, *, namespace: Namespace = None
     ) -> BlockingTransfer:
         """See KVManager.get_async."""
-        return BlockingTransfer(
-            self, self.call(self._kv.get_async, tokens, slot_mapping, namespace=namespace)
-        )
+        started = self.call(self._kv.get_async, tokens, slot_mapping, namespace=namespace)
+        return BlockingTransfer(self, started)
 
     def put(
         self,
