@@ -145,6 +145,57 @@ async def test_a_reset_forgets_the_remote_blocks(server: Redis | Mooncake) -> No
         assert (await rig.get(prompt(1, BLOCKS))).loaded == TOKENS
 
 
+# --- the remote halves of D05, D10 and D11, on real servers
+
+NAMESPACES: list[tuple[str, ...] | None] = [
+    ("a:b", "c"),
+    ("a", "b:c"),
+    ("a:b:c",),
+    ("a", "b", "c"),
+    ("",),
+    None,
+]
+
+
+async def test_namespaces_are_apart_in_the_remote_tier(server: Redis | Mooncake) -> None:
+    tokens = prompt(1, 2)
+    async with open_rig(**remote(server)) as rig:
+        await rig.put(tokens, NAMESPACES[1])
+        await rig.push_out()
+        for namespace in NAMESPACES:
+            loaded = (await rig.get(tokens, namespace)).loaded
+            assert loaded == (len(tokens) if namespace == NAMESPACES[1] else 0), namespace
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 5])
+async def test_blocks_that_went_there_in_parts_come_back_in_order(
+    server: Redis | Mooncake, before: int
+) -> None:
+    tokens = prompt(1, 5)
+    async with open_rig(**remote(server)) as rig:
+        if before:
+            await rig.put(tokens[: before * TOKENS_PER_BLOCK], durable=False)
+        await rig.put(tokens)
+        await rig.push_out()
+        result = await rig.get(tokens, blocks=[3, 0, 8, 5, 6])
+        assert result.loaded == len(tokens)
+        assert result.by_tier["remote"] > 0
+
+
+async def test_a_server_that_never_answers_costs_its_time_limit_and_recompute(
+    server: Redis | Mooncake,
+) -> None:
+    async with open_rig(**remote(server)) as rig:
+        await rig.put(prompt(1, BLOCKS))
+        await rig.push_out()
+        with server.server.paused(), anyio.fail_after(20):
+            for _ in range(6):
+                assert (await rig.get(prompt(1, BLOCKS))).loaded < TOKENS
+        await rig.check_idle()
+        await rig.put(prompt(1, BLOCKS), durable=False)  # computed again
+        assert (await rig.get(prompt(1, BLOCKS))).loaded == TOKENS
+
+
 @pytest.mark.parametrize(
     "settings", [{"remote_backend": "redis"}, {"remote_cache_bytes": 4096 * 100}]
 )

@@ -1,7 +1,9 @@
 """How fast blocks come from another node's memory, next to plain sockets: `run`.
 
 The owner is a process of its own. The limit is the same bytes sent from one buffer by plain threads
-of that process and received into one buffer by as many threads of ours, over as many connections.
+of that process and received into one buffer by as many threads of ours, over as many connections;
+with Mooncake as courier it is Mooncake's engine by itself, with the same batches in as many
+threads.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,14 +26,17 @@ from numpy.typing import NDArray
 
 from flexkv import FlexKVConfig, KVManager
 from flexkv._core import lib
+from flexkv.backends.remote.mooncake_process import require
+from flexkv.bench.bare_mooncake import bare_engine
 from flexkv.bench.report import Progress, Result, interleave, median, ratio_of_pairs
 from flexkv.cluster.fetching import PeerSettings
 from flexkv.cluster.holdings import HOLDER, MAX_HOLDERS, NOBODY
 from flexkv.cluster.lender import Lender
+from flexkv.cluster.mooncake_courier import MooncakeCourier
 from flexkv.cluster.peers import PeerStore
 from flexkv.cluster.server import PeerServer
 from flexkv.completion import Completions
-from flexkv.errors import StorageError
+from flexkv.errors import ConfigError, StorageError
 from flexkv.keys import Keyring
 from flexkv.memory import Arena
 from flexkv.model import LANDED, Identity, KeyArray, KVSpec, SlotIds
@@ -48,19 +53,26 @@ def run(
     sizes_kib: Sequence[int] = (64, 256, 1024, 4096),
     connections: int = 2,
     repeats: int = 7,
+    courier: str = "tcp",
 ) -> list[Result]:
     """Measure GB/s of reads from another process by block size, and the time of one block.
 
-    `ratio` is to plain sockets, pair by pair; times are medians, in milliseconds.
+    `ratio` is to the limit, pair by pair; times are medians, in milliseconds. `courier` is tcp or
+    mooncake.
 
     Raises:
+        ConfigError: there is no such courier, or Mooncake is not installed.
         StorageError: blocks did not come.
     """
+    if courier not in ("tcp", "mooncake"):
+        raise ConfigError(f"courier must be tcp or mooncake, got {courier!r}")
+    if courier == "mooncake":
+        require()
     results: list[Result] = []
     for number, size in enumerate(sizes_kib):
         progress(f"blocks of {size} KiB", number, len(sizes_kib))
-        with _owner(size << 10, connections) as (peer, plain):
-            results += anyio.run(_Bench(size << 10, connections, peer, plain).measure, repeats)
+        with _owner(size << 10, connections, courier) as places:
+            results += anyio.run(_Bench(size << 10, connections, *places).measure, repeats)
     return results
 
 
@@ -73,11 +85,13 @@ def spec_of(size: int) -> KVSpec:
 
 
 @contextmanager
-def _owner(size: int, connections: int) -> Iterator[tuple[str, int]]:
-    """Start an owner; its address, and the port of the plain sockets beside it."""
+def _owner(size: int, connections: int, courier: str) -> Iterator[tuple[str, int, str]]:
+    """Start an owner; its address, the port of the plain sockets beside it, and its engine's
+    address, if that is the courier.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    child = context.Process(target=_own, args=(there, size, connections), daemon=True)
+    child = context.Process(target=_own, args=(there, size, courier), daemon=True)
     child.start()
     there.close()
     try:
@@ -91,11 +105,11 @@ def _owner(size: int, connections: int) -> Iterator[tuple[str, int]]:
         child.join()
 
 
-def _own(link: Connection, size: int, connections: int) -> None:
-    anyio.run(_lend, link, size)
+def _own(link: Connection, size: int, courier: str) -> None:
+    anyio.run(_lend, link, size, courier)
 
 
-async def _lend(link: Connection, size: int) -> None:
+async def _lend(link: Connection, size: int, courier: str) -> None:
     """Hold TOTAL_BYTES of blocks until the other side is gone."""
     spec, count = spec_of(size), TOTAL_BYTES // size
     config = FlexKVConfig(
@@ -132,9 +146,14 @@ async def _lend(link: Connection, size: int) -> None:
         )
         address = server.bind()
         plain = _serve_plainly(caches.reshape(-1).view(np.uint8))
-        async with anyio.create_task_group() as group:
+        async with AsyncExitStack() as closer, anyio.create_task_group() as group:
+            place = ""
+            if courier == "mooncake":
+                engine = MooncakeCourier(stack.arena, spec.block_bytes)
+                closer.push_async_callback(engine.aclose)
+                place = await engine.lend("127.0.0.1")
             group.start_soon(server.run)
-            link.send((address, plain))
+            link.send((address, plain, place))
             await anyio.to_thread.run_sync(link.poll, None)
             group.cancel_scope.cancel()
         lender.close()
@@ -173,11 +192,11 @@ class _One:
 
     epoch = 1
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, engine: str) -> None:
+        self._addresses = {"tcp": address, "mooncake": engine}
 
     def address(self, number: int, courier: str) -> str | None:
-        return self._address
+        return self._addresses[courier]
 
     def incarnation(self, number: int) -> int | None:
         return _INCARNATION
@@ -194,8 +213,9 @@ class _One:
 class _Bench:
     """Reads the same bytes in every way that is compared."""
 
-    def __init__(self, size: int, connections: int, peer: str, plain: int) -> None:
+    def __init__(self, size: int, connections: int, peer: str, plain: int, engine: str) -> None:
         self.size, self.connections, self.peer, self.plain = size, connections, peer, plain
+        self.engine = engine
         self.spec, self.count = spec_of(size), TOTAL_BYTES // size
         ring = Keyring(_identity(self.spec), b"")
         self.keys = ring.chain(np.arange(self.count * TOKENS), ring.root(None))
@@ -203,7 +223,7 @@ class _Bench:
     async def measure(self, repeats: int) -> list[Result]:
         """Read everything, and one block, in turn with plain sockets."""
         async with self._store() as store:
-            with self._sockets() as (all_plain, one_plain):
+            with self._limit() as (all_plain, one_plain):
                 actions = {
                     "all": lambda: anyio.from_thread.run(self._all, store),
                     "all_plain": all_plain,
@@ -216,7 +236,8 @@ class _Bench:
             name: [TOTAL_BYTES / 1e9 / s for s in taken[name]] for name in ("all", "all_plain")
         }
         times = {name: [1e3 * s for s in taken[name]] for name in ("one", "one_plain")}
-        params = {"block_kib": self.size >> 10, "connections": self.connections}
+        params: dict[str, Any] = {"block_kib": self.size >> 10, "connections": self.connections}
+        params |= {"courier": "mooncake"} if self.engine else {}
         return [
             _result("peer_read", "GB/s", speed["all"], speed["all_plain"], params),
             _result("peer_one_block", "ms", times["one"], times["one_plain"], params),
@@ -249,9 +270,13 @@ class _Bench:
     async def _store(self) -> AsyncIterator[PeerStore]:
         completions = Completions(crew_threads=2)
         arena = Arena(self.count, self.spec.stride_bytes)
-        node = _One(self.peer)
+        node = _One(self.peer, self.engine)
         settings = PeerSettings(timeout_ms=30_000, connections=self.connections)
-        store = PeerStore(node, node, node="bench", settings=settings)
+        courier = None
+        if self.engine:
+            options = {"fetches": self.connections, "timeout_ms": 30_000}
+            courier = MooncakeCourier(arena, self.spec.block_bytes, options)
+        store = PeerStore(node, node, node="bench", settings=settings, courier=courier)
         await store.open(Services(completions, arena, _identity(self.spec)))
         try:
             yield store
@@ -259,6 +284,12 @@ class _Bench:
             await store.aclose()
             await completions.aclose(1000)
             arena.close()
+
+    def _limit(self) -> AbstractContextManager[tuple[Callable[[], float], Callable[[], float]]]:
+        if not self.engine:
+            return self._sockets()
+        batch = max(1, BATCH_BYTES // self.size)
+        return bare_engine(self.engine, self.size, self.count, batch, self.connections)
 
     @contextmanager
     def _sockets(self) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:

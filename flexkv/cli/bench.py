@@ -106,9 +106,9 @@ def remote(settings: Settings = None, as_json: Json = False) -> None:
 
 @app.command()
 def peers(settings: Settings = None, as_json: Json = False) -> None:
-    """Blocks from another node's memory, next to plain sockets, on this machine.
+    """Blocks from another node's memory, next to plain sockets or Mooncake's engine by itself.
 
-    Example: [bold]flexkv bench peers sizes_kib=1024 --json[/bold]
+    Example: [bold]flexkv bench peers sizes_kib=64,1024 --json[/bold]
     """
     _run("peers", settings, None, as_json)
 
