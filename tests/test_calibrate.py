@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from made_traces import made_requests
 from typer.testing import CliRunner
 
 from flexkv.bench.calibrate import run
+from flexkv.bench.rates import prefill_flops_per_s
 from flexkv.cli.calibrate import app as calibrate_app
 from flexkv.cli.sim import app as sim_app
 from flexkv.errors import ConfigError
@@ -71,6 +73,53 @@ def test_costs_follow_the_samples(
     cost = made.cost_of((HOST, DEVICE), block_bytes)(blocks)
     assert cost.total_s == pytest.approx(total_s)
     assert cost.occupied_s == pytest.approx(blocks * block_bytes / (8192 / 0.0002))
+
+
+def test_encoded_blocks_take_less_of_the_disk_and_a_core(made: Calibration) -> None:
+    figures = {"ratio": 2.0, "encode_bytes_per_s": 1e6, "decode_bytes_per_s": 4e6}
+    profile = replace(made, facts={"codecs": {"half": figures}})
+    edges = profile.costs(8192, "half").edges
+    plain = made.cost_of((DISK, HOST), 4096)(4)
+    read, write = edges[DISK, HOST](4), edges[HOST, DISK](4)
+    assert read.total_s == pytest.approx(plain.total_s + 4 * 8192 / 4e6)
+    assert write.occupied_s == pytest.approx(max(plain.occupied_s, 4 * 8192 / 1e6))
+    assert edges[HOST, DEVICE](4) == made.cost_of((HOST, DEVICE), 8192)(4)
+    with pytest.raises(ConfigError, match="no figures of the codec 'int8'"):
+        profile.costs(8192, "int8")
+
+
+def test_a_models_prefill_rate_is_that_of_its_flops(tmp_path: Path) -> None:
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    sizes = (2, 64, 4, 2)
+    config = dict(zip(names, sizes, strict=True)) | {"intermediate_size": 128, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    linear = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128)  # weights: head size 16
+    flops = 2 * 10 * linear + 2 * 64 * 100 + 4 * 2 * 64 * 55  # 55 pairs of 10 tokens
+    assert prefill_flops_per_s(tmp_path, {"5": 7.0, "10": 20.0}) == pytest.approx(flops * 2)
+    (tmp_path / "config.json").write_text("{}")
+    assert prefill_flops_per_s(tmp_path, {"10": 20.0}) is None
+
+
+def test_serving_takes_prefill_and_codec_from_the_profile(
+    made: Calibration, tmp_path: Path
+) -> None:
+    figures = {"ratio": 1.9, "encode_bytes_per_s": 1e9, "decode_bytes_per_s": 2e9}
+    trace, profile = tmp_path / "t.jsonl", tmp_path / "p.json"
+    write_trace(Trace("made", 16, made_requests(1, 4), 1, 1), trace)
+    common = ["serve", "--trace", str(trace), "--model", "smollm2-135m", "--json"]
+    prefills = []
+    for flops_per_s in (1e12, 2e12):
+        replace(
+            made, facts={"codecs": {"int8": figures}, "prefill_flops_per_s": flops_per_s}
+        ).write(profile)
+        found = CliRunner().invoke(sim_app, [*common, "--profile", str(profile), "disk_codec=int8"])
+        assert found.exit_code == 0, found.output
+        (result,) = json.loads(found.stdout)["results"]
+        prefills.append(result["ttft_mean_ms"]["prefill"])
+    assert prefills[0] == pytest.approx(2 * prefills[1], rel=0.01)
+    refused = CliRunner().invoke(sim_app, [*common, "disk_codec=int8"])
+    assert refused.exit_code != 0
+    assert "--profile" in refused.output
 
 
 def test_a_replay_takes_what_batches_and_software_take(made: Calibration) -> None:

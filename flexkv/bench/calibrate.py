@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flexkv import plugins
 from flexkv.bench import replay as plane
-from flexkv.bench.rates import codec_rates, prefill_rates
+from flexkv.bench.rates import codec_rates, prefill_flops_per_s, prefill_rates
 from flexkv.bench.report import Progress, machine, median
 from flexkv.completion import Completions
 from flexkv.errors import ConfigError, TransferError
@@ -99,7 +99,8 @@ def run(
     facts = machine() | {"device": device, "device_options": options, "repeats": repeats}
     facts["codecs"] = codec_rates(repeats)
     if model is not None:
-        facts["prefill_tokens_per_s"] = prefill_rates(model)
+        facts["prefill_tokens_per_s"] = rates_of_model = prefill_rates(model)
+        facts["prefill_flops_per_s"] = prefill_flops_per_s(model, rates_of_model)
     return replace(measured, software=software, facts=facts)
 
 

@@ -1,8 +1,12 @@
-"""Rates that `flexkv calibrate` adds to its profile: `codec_rates`, `prefill_rates`."""
+"""Rates that `flexkv calibrate` adds to its profile: `codec_rates`, `prefill_rates`,
+`prefill_flops_per_s` (what they come to for a model of any shape).
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from flexkv.bench.codec import random_blocks
 from flexkv.bench.report import median
 from flexkv.errors import ConfigError
 from flexkv.model import KVSpec
+from flexkv.sim.compute import ModelShape
 
 _SPEC = KVSpec.uniform(16, 8, 64, "bfloat16")  # a block of 512 KiB
 _BLOCKS = 16
@@ -70,3 +75,26 @@ def prefill_rates(model: Path, lengths: tuple[int, ...] = (128, 512, 1024)) -> d
                 seconds.append(time.perf_counter() - begun_s)
             rates[str(length)] = length / median(seconds[1:])
     return rates
+
+
+def prefill_flops_per_s(model: Path, rates: Mapping[str, float]) -> float | None:
+    """Return the FLOPs per second of the longest prompt in `rates`; None: the model's config.json
+    does not say what a decoder with gated feed-forward layers has.
+    """
+    config = json.loads((model / "config.json").read_text())
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        shape = ModelShape(
+            str(model),
+            config["num_hidden_layers"],
+            hidden,
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or hidden // heads,
+            config["intermediate_size"],
+            config["vocab_size"],
+        )
+    except KeyError:
+        return None
+    tokens = max(int(length) for length in rates)
+    return shape.prefill_flops(tokens) * rates[str(tokens)] / tokens

@@ -5,6 +5,9 @@ Every command lies in a module `flexkv/cli/sim_*.py` as a plain function and is 
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from flexkv.cli import sim_decode, sim_plot
@@ -19,9 +22,19 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def main() -> None:
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    trace: Annotated[
+        Path | None, typer.Option("--check", help="The same as `check --trace`, by its defaults.")
+    ] = None,
+) -> None:
     """Simulate a cache over a request trace, with the index, planner and policies that serve."""
+    if trace is None:
+        return
+    if context.invoked_subcommand is not None:
+        raise typer.BadParameter("--check stands alone; `flexkv sim check` has all its options")
+    check(trace)
 
 
 app.command("policy-compare")(policy_compare)

@@ -38,7 +38,7 @@ Accelerators = Annotated[int, typer.Option(min=1, help="Accelerators that prefil
 Speed = Annotated[float, typer.Option(help="How much faster than recorded the requests arrive.")]
 Profile = Annotated[
     Path | None,
-    typer.Option(help="What `flexkv calibrate` wrote: its times for copies and disk."),
+    typer.Option(help="What `flexkv calibrate` wrote: copies, disk, codecs, maybe prefill."),
 ]
 PricesOption = Annotated[
     str, typer.Option(help="Other prices, as YAML: {dram_usd_per_gb: 5, years: 4, ...}.")
@@ -227,6 +227,8 @@ def _setup(
     if profile:
         measured = Calibration.read(profile)
         costs = measured.costs(spec.block_bytes, measured.coding(codec, spec) if codec else None)
+        if reached := measured.prefill_flops_per_s:
+            compute = replace(compute, flops_per_s=reached, flops_share=1.0)
     else:
         coding = coding_by(codec, spec) if codec else None
         costs = hardware_costs(machine, spec.block_bytes, coding)

@@ -1,8 +1,8 @@
 """What `flexkv calibrate` measured, and what follows from it for blocks of any size.
 
 `Calibration` (read, write) - `Sample` (one batch: blocks, their size, seconds) - `Software` (what
-planning and the event loop add) - `Calibration.costs` (for the simulator). A file is a hardware
-profile of `flexkv.sim.profiles` with one more table, "serving".
+planning and the event loop add) - `Calibration.costs`, `prefill_flops_per_s` (for the simulator). A
+file is a hardware profile of `flexkv.sim.profiles` with one more table, "serving".
 """
 
 from __future__ import annotations
@@ -63,6 +63,12 @@ class Calibration:
     bytes_per_s: Mapping[Edge, float]
     software: Mapping[str, Software] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prefill_flops_per_s(self) -> float | None:
+        """What prefill reached on this machine; None: calibrate was given no model."""
+        found = self.facts.get("prefill_flops_per_s")
+        return float(found) if found else None
 
     def costs(self, block_bytes: int, coding: Coding | None = None) -> Costs:
         """Return what moving blocks of `block_bytes` costs, with `coding` on the disk tier."""
