@@ -122,6 +122,16 @@ def test_serving_takes_prefill_and_codec_from_the_profile(
     assert "--profile" in refused.output
 
 
+def test_a_check_may_be_spelt_as_an_option(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    write_trace(Trace("made", 16, made_requests(1, 4), 1, 1), trace)
+    found = CliRunner().invoke(sim_app, ["--check", str(trace)])
+    assert found.exit_code == 0, found.output
+    assert "equal to the last block" in found.output
+    both = CliRunner().invoke(sim_app, ["--check", str(trace), "check", "--trace", str(trace)])
+    assert both.exit_code == 2
+
+
 def test_a_replay_takes_what_batches_and_software_take(made: Calibration) -> None:
     config = check_config(block_bytes=4096, host_blocks=64, disk_blocks=64)
     requests = made_requests(1, 2)
