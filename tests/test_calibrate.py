@@ -75,19 +75,6 @@ def test_costs_follow_the_samples(
     assert cost.occupied_s == pytest.approx(blocks * block_bytes / (8192 / 0.0002))
 
 
-def test_encoded_blocks_take_less_of_the_disk_and_a_core(made: Calibration) -> None:
-    figures = {"ratio": 2.0, "encode_bytes_per_s": 1e6, "decode_bytes_per_s": 4e6}
-    profile = replace(made, facts={"codecs": {"half": figures}})
-    edges = profile.costs(8192, "half").edges
-    plain = made.cost_of((DISK, HOST), 4096)(4)
-    read, write = edges[DISK, HOST](4), edges[HOST, DISK](4)
-    assert read.total_s == pytest.approx(plain.total_s + 4 * 8192 / 4e6)
-    assert write.occupied_s == pytest.approx(max(plain.occupied_s, 4 * 8192 / 1e6))
-    assert edges[HOST, DEVICE](4) == made.cost_of((HOST, DEVICE), 8192)(4)
-    with pytest.raises(ConfigError, match="no figures of the codec 'int8'"):
-        profile.costs(8192, "int8")
-
-
 def test_a_models_prefill_rate_is_that_of_its_flops(tmp_path: Path) -> None:
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
     sizes = (2, 64, 4, 2)
@@ -100,26 +87,18 @@ def test_a_models_prefill_rate_is_that_of_its_flops(tmp_path: Path) -> None:
     assert prefill_flops_per_s(tmp_path, {"10": 20.0}) is None
 
 
-def test_serving_takes_prefill_and_codec_from_the_profile(
-    made: Calibration, tmp_path: Path
-) -> None:
-    figures = {"ratio": 1.9, "encode_bytes_per_s": 1e9, "decode_bytes_per_s": 2e9}
+def test_serving_takes_prefill_from_the_profile(made: Calibration, tmp_path: Path) -> None:
     trace, profile = tmp_path / "t.jsonl", tmp_path / "p.json"
     write_trace(Trace("made", 16, made_requests(1, 4), 1, 1), trace)
     common = ["serve", "--trace", str(trace), "--model", "smollm2-135m", "--json"]
     prefills = []
     for flops_per_s in (1e12, 2e12):
-        replace(
-            made, facts={"codecs": {"int8": figures}, "prefill_flops_per_s": flops_per_s}
-        ).write(profile)
-        found = CliRunner().invoke(sim_app, [*common, "--profile", str(profile), "disk_codec=int8"])
+        replace(made, facts={"prefill_flops_per_s": flops_per_s}).write(profile)
+        found = CliRunner().invoke(sim_app, [*common, "--profile", str(profile)])
         assert found.exit_code == 0, found.output
         (result,) = json.loads(found.stdout)["results"]
         prefills.append(result["ttft_mean_ms"]["prefill"])
     assert prefills[0] == pytest.approx(2 * prefills[1], rel=0.01)
-    refused = CliRunner().invoke(sim_app, [*common, "disk_codec=int8"])
-    assert refused.exit_code != 0
-    assert "--profile" in refused.output
 
 
 def test_a_check_may_be_spelt_as_an_option(tmp_path: Path) -> None:
