@@ -1,6 +1,6 @@
 """A model of what the directory costs: `cost` (one node and the server, by the number of nodes),
 `model` (a table of it). Its constants are counted from the wire format or measured by
-`flexkv bench directory`; docs/distributed.md says which.
+`flexkv bench directory`; docs/directory.md says which.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ STREAM_BYTES = 75  # of one log in the command that reads all logs: its name and
 MEMBER_BYTES = 45  # of one node in a heartbeat's answer
 BEAT_BYTES = 900  # of a heartbeat's commands
 SNAPSHOT_SHARE = 0.25
-APPLY_US = 1.0  # of a follower's CPU, for one changed block of another node
-MESSAGE_US = 120.0  # of a follower's CPU, for one message, and
-PUBLISH_US = 400.0  # of a publisher's, beside
-SERVER_BYTES_PER_S = 1e9  # what one Redis thread sends
+BASE_CORES = 0.048  # of a node with no others: heartbeats, reads, 8 messages/s of its own
+APPLY_US = 0.35  # of CPU, for one changed block of another node
+MESSAGE_US = 500.0  # of CPU, for one message of another node
+SERVER_BYTES_PER_S = 1e9  # what one Redis thread sends (flexkv bench remote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +57,31 @@ def cost(
     beats = heartbeats_per_s * BEAT_BYTES
     received = nodes * log + heartbeats_per_s * nodes * MEMBER_BYTES
     follow_us = nodes * (changes_per_s * APPLY_US + messages_per_s * MESSAGE_US)
+    cores = BASE_CORES + follow_us / 1e6
     return Cost(
         messages=messages_per_s,
         sent_bytes=log + snapshots + reading + beats,
         received_bytes=received,
         commands=messages_per_s + reads_per_s + 10 * heartbeats_per_s,
-        cores=(follow_us + messages_per_s * PUBLISH_US) / 1e6,
+        cores=cores,
         server_bytes=nodes * received,
         memory_bytes=nodes * blocks * KEY_BYTES * (1 + 2 * SNAPSHOT_SHARE),
     )
 
 
 def model() -> list[Result]:
-    """Return the costs of 2 to 1,024 nodes of 10 million blocks."""
+    """Return the costs of 2 to 1,024 nodes of 10 million blocks; the limit is the server's."""
     results = []
-    for changes in (100, 1000):
+    for changes, messages, reads in ((100, 10.0, 50.0), (1000, 10.0, 50.0), (1000, 1.0, 1.0)):
         for nodes in (2, 8, 32, 128, 256, 512, 1024):
-            found = cost(nodes, 10_000_000, changes, messages_per_s=10.0, reads_per_s=20.0)
-            params = {"nodes": nodes, "blocks": 10_000_000, "changes_per_s": changes}
-            params["cores_percent"] = round(100 * found.cores)
+            rates = {"messages_per_s": messages, "reads_per_s": reads}
+            found = cost(nodes, 10_000_000, changes, **rates)
+            params = {"nodes": nodes, "changes_per_s": changes, "messages_per_s": messages}
+            params["cores"] = round(found.cores, 2)
             params["server_MB_per_s"] = round(found.server_bytes / 1e6)
             params["server_memory_GB"] = round(found.memory_bytes / 1e9)
-            name = "model: received, per node"
-            share = SERVER_BYTES_PER_S / nodes
-            ratio = found.received_bytes / share
-            results.append(
-                Result(name, found.received_bytes, "B/s", limit=share, ratio=ratio, params=params)
-            )
+            limit = SERVER_BYTES_PER_S / nodes
+            ratio = found.received_bytes / limit
+            given = (found.received_bytes, "B/s", limit)
+            results.append(Result("model: received, per node", *given, ratio=ratio, params=params))
     return results
