@@ -92,6 +92,13 @@ def disk_keeps_old_records() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def remote_trusts_what_it_reads() -> Iterator[None]:
+    """Bytes of a server are taken for good, whatever their head says."""
+    with patch("flexkv.backends.remote.store.judge", lambda *arguments: None):
+        yield
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[None]]] = {
     bug.__name__: bug
     for bug in (
@@ -100,5 +107,6 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[None]]] = {
         background_frees_slots_early,
         disk_trusts_what_it_reads,
         disk_keeps_old_records,
+        remote_trusts_what_it_reads,
     )
 }

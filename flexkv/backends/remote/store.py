@@ -65,7 +65,7 @@ class RemoteStore:
         self._block_bytes = services.identity.spec.block_bytes
         self._place = f"{settings.prefix}:{services.identity.digest().hex()[:32]}:".encode()
         self._breaker = Breaker(settings.failures, settings.retry_ms / 1e3)
-        self._couriers = Couriers(settings.connections, self.connect, self._carry, self.name)
+        self._couriers = self.hire(settings.connections)
         self._services = services
         return None
 
@@ -106,9 +106,17 @@ class RemoteStore:
             return
         self._closing = True
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._couriers.close)
-            await anyio.to_thread.run_sync(self.disconnect)
+            await self.dismiss()
         self._closed.set()
+
+    def hire(self, count: int) -> Couriers:
+        """Start the threads that carry blocks."""
+        return Couriers(count, self.connect, self._carry, self.name)
+
+    async def dismiss(self) -> None:
+        """Wait until the threads have ended, then let the connection go that they shared."""
+        await anyio.to_thread.run_sync(self._couriers.close)
+        await anyio.to_thread.run_sync(self.disconnect)
 
     # --- inside
 

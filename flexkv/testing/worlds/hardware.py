@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flexkv._core import lib
 from flexkv.completion import Ticket
@@ -81,7 +82,7 @@ class Batch:
     reads: Sequence[Cell]
     writes: Sequence[Cell]
     land: Callable[[], None]
-    ticket: Ticket
+    address: Any  # of its ticket
     number: int = 0
 
 
@@ -132,7 +133,21 @@ class Hardware:
             CapacityError: all tickets are out; nothing was started.
         """
         ticket = self.completions.ticket()
-        batch = Batch(place, tuple(reads), tuple(writes), land, ticket, self._numbers)
+        self.fly(place, reads, writes, land, ticket.address, fault=fault)
+        return ticket
+
+    def fly(
+        self,
+        place: str,
+        reads: Iterable[Cell],
+        writes: Iterable[Cell],
+        land: Callable[[], None],
+        address: Any,
+        *,
+        fault: str = "",
+    ) -> None:
+        """Put a batch in flight that completes a part of a ticket that there is."""
+        batch = Batch(place, tuple(reads), tuple(writes), land, address, self._numbers)
         self._numbers += 1
         self.moved += 1
         self._enter(batch)
@@ -145,14 +160,13 @@ class Hardware:
             self.completions.call_later(delay_s, self._land, batch)
         else:
             self._land(batch)
-        return ticket
 
     def _land(self, batch: Batch) -> None:
         self.moved += 1
         batch.land()
         self._leave(batch)
         self.journal.write("land", batch.place, *_names(batch))
-        lib.fx_complete(batch.ticket.address)
+        lib.fx_complete(batch.address)
 
     def _enter(self, batch: Batch) -> None:
         self.in_flight[batch] = None

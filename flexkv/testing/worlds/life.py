@@ -13,11 +13,13 @@ import numpy as np
 
 from flexkv import FlexKVConfig, KVManager, plugins
 from flexkv.backends.disk.table import SlotTable
+from flexkv.model import DISK
 from flexkv.protocols import Services
 from flexkv.testing.worlds.chance import Chance, mix
 from flexkv.testing.worlds.device import SPEC, Memory, WorldDevice
 from flexkv.testing.worlds.disk import Crash, Platter, WorldDisk
 from flexkv.testing.worlds.hardware import Hardware, Journal
+from flexkv.testing.worlds.remote import Server, WorldRemote
 from flexkv.testing.worlds.users import Users
 from flexkv.testing.worlds.watch import Contents, Key, Watch
 
@@ -31,6 +33,8 @@ def _common() -> FlexKVConfig:
         device="world-device",
         disk_backend="world-disk",
         disk_dirs=["world"],
+        remote_backend="world-remote",
+        remote_cache_bytes=SPEC.stride_bytes,
         transfer_timeout_ms=2000,
         plan_ttl_ms=200,
         settle_timeout_ms=60_000,
@@ -46,6 +50,8 @@ def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
     own = {
         "host_cache_bytes": given["host"] * stride,
         "disk_cache_bytes": given["disk"] * stride,
+        "remote_backend": "world-remote" if given["remote"] else "",
+        "remote_cache_bytes": given["remote"] * stride,
         "spill": given["spill"],
         "eviction_policy": given["policy"],
         "evict_ratio": given["evict_ratio"],
@@ -71,6 +77,7 @@ class Life(Users):
         number: int,
         settings: tuple[tuple[str, Any], ...],
         platter: Platter | None,
+        server: Server,
         journal: Journal,
         *,
         perfect: bool,
@@ -79,6 +86,7 @@ class Life(Users):
         super().__init__(journal, perfect=perfect)
         self.config = make_config(settings)
         self.platter = platter or Platter(max(1, dict(settings)["disk"]), SPEC.stride_bytes)
+        self.server = server
         self.chance = Chance(mix(seed, number))
         self._table: SlotTable | None = None
         self._expected = expected
@@ -87,16 +95,18 @@ class Life(Users):
         """Open a manager on the platter."""
         device = type("Device", (WorldDevice,), {"begin": staticmethod(self._begin_device)})
         disk = type("Disk", (WorldDisk,), {"begin": staticmethod(self._begin_disk)})
+        remote = type("Remote", (WorldRemote,), {"begin": staticmethod(self._begin_remote)})
         with (
             plugins.register(plugins.BACKENDS, "world-device", device),
             plugins.register(plugins.BACKENDS, "world-disk", disk),
+            plugins.register(plugins.BACKENDS, "world-remote", remote),
         ):
             self.kv = await KVManager(self.config).__aenter__()
         self.kv.register(self.memory.caches, axes="PBNHD")
         stack = self.kv._host.stack()
         self.contents = Contents(stack.keyring)
         self.watch = Watch(self.kv, self.hardware, self.contents, self.journal)
-        self._table = self.watch.table if stack.engine.stores else None
+        self._table = self.watch.table if DISK in stack.engine.stores else None
         found = self.on_disk()
         self.journal.write("opened, disk holds", len(found))
         if self._expected is not None and found != self._expected:
@@ -116,6 +126,9 @@ class Life(Users):
 
     def _begin_disk(self, services: Services) -> tuple[Hardware, Platter]:
         return self.hardware, self.platter
+
+    def _begin_remote(self, services: Services) -> tuple[Hardware, Server]:
+        return self.hardware, self.server
 
     async def close(self) -> Platter:
         """Close the manager in order; returns what its disk holds then."""

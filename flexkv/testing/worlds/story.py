@@ -16,10 +16,17 @@ Path = tuple[int, ...]  # a prompt: which branch it takes at each block
 
 PAUSES_MS = (0.0, 0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0)
 NAMESPACES = ((), ("tenant-7",))
+POLICIES = (
+    *("lru", "lru", "hazard", "hazard", "slru", "lfu", "fifo", "steps"),
+    *("arc", "s3fifo", "sieve", "gdsf", "mru"),
+)
 FAULTS = {
-    "read": ("EIO", "short", "flip", "late", "never"),
-    "write": ("EIO", "ENOSPC", "short", "lost", "flip", "late", "never"),
+    "read": ("EIO", "short", "flip", "flip", "late", "never"),
+    "write": ("EIO", "ENOSPC", "short", "lost", "flip", "flip", "late", "never"),
     "record": ("EIO", "torn", "lost", "late", "never"),
+    "remote read": ("hangup", "expired", "flip", "flip", "short", "late", "never"),
+    "remote write": ("hangup", "full", "lost", "flip", "flip", "late", "never"),
+    "remote discard": ("hangup", "late", "never"),
     "gather": ("EIO", "refuse", "late", "never"),
     "scatter": ("EIO", "refuse", "late", "never"),
 }
@@ -77,7 +84,9 @@ class _Author:
         self._prompts: list[dict[str, Any]] = []
         self._branches = self._random.choice((1, 2, 3, 3))
         self._host = self._random.choice((2, 3, 4, 4, 6))
-        self._disk = self._random.choice((0, 3, 6, 12, 12, 20))
+        self._disk = self._random.choice((0, 0, 3, 3, 6, 12, 20))
+        remotes = (0, 0, 0, 4, 10, 24) if self._disk else (0, 4, 10, 24)
+        self._remote = self._random.choice(remotes)
         self._depth = self._host + (self._random.random() < 0.3)
 
     def write(self) -> Story:
@@ -98,7 +107,7 @@ class _Author:
             (lambda: ("flush", self._wait()), 1),
             (lambda: ("reset", self._wait()), 0.5),
             (lambda: ("reopen", {}), 0.5),
-            (self._crash, 1),
+            (self._crash, 2 if self._disk else 1),
             (self._fault, 5 if faulty else 0),
         ]
         choices, weights = [verb for verb, _ in verbs], [weight for _, weight in verbs]
@@ -116,8 +125,9 @@ class _Author:
         return (
             ("host", self._host),
             ("disk", self._disk),
+            ("remote", self._remote),
             ("spill", choose(("through", "through", "on_evict", "on_evict", "never"))),
-            ("policy", choose(("lru", "lru", "slru", "lfu", "fifo", "steps"))),
+            ("policy", choose(POLICIES)),
             ("retain_share", choose((0.3, 0.5, 1.0))),
             ("chunk", choose((1, 2, 4))),
             ("staging", choose((2, 4))),
@@ -197,7 +207,11 @@ class _Author:
         return "crash", {"how": self._random.choice(("kill", "power"))}
 
     def _fault(self) -> tuple[str, dict[str, Any]]:
-        places = list(FAULTS) if self._disk else ["gather", "scatter"]
+        places = ["gather", "scatter"]
+        if self._disk:
+            places += ["read", "write", "record"]
+        if self._remote:
+            places += ["remote read", "remote write", "remote discard"]
         place = self._random.choice(places)
         kind = self._random.choice(FAULTS[place])
         skip, times = self._random.choice((0, 0, 1, 3)), self._random.choice((1, 1, 2, 6))

@@ -16,6 +16,7 @@ from flexkv.testing.loop import StandstillError, VirtualLoop
 from flexkv.testing.worlds.disk import Platter
 from flexkv.testing.worlds.hardware import Fault, Journal, Violation
 from flexkv.testing.worlds.life import Life
+from flexkv.testing.worlds.remote import Server
 from flexkv.testing.worlds.story import Step, Story
 from flexkv.testing.worlds.watch import Key
 
@@ -66,6 +67,7 @@ class _World:
     def __init__(self, story: Story, journal: Journal) -> None:
         self._story, self._journal = story, journal
         self._lives = 0
+        self._server = Server()
         self._life: Life | None = None
 
     def look(self) -> None:
@@ -112,6 +114,7 @@ class _World:
             self._lives,
             story.settings,
             platter,
+            self._server,
             self._journal,
             perfect=perfect,
             expected=expected if perfect else None,
