@@ -18,7 +18,7 @@ from flexkv.cli.sim import app as sim_app
 from flexkv.errors import ConfigError
 from flexkv.model import DEVICE, DISK, HOST
 from flexkv.sim.profiles import HardwareProfile, hardware, read_profile
-from flexkv.sim.serving.compare import latency_errors
+from flexkv.sim.serving.compare import latency_errors, middle
 from flexkv.sim.serving.measured import KINDS, Calibration, Sample, Software
 from flexkv.sim.serving.replay import EDGES, Served, check_config, replay
 from flexkv.traces import Trace, write_trace
@@ -123,6 +123,24 @@ def test_a_replay_takes_what_batches_and_software_take(made: Calibration) -> Non
     assert first.settle_s == pytest.approx(max(0.0, batch_s - 0.02))  # the spill, beside the end
 
 
+def test_a_put_of_what_is_there_takes_its_own_share(made: Calibration) -> None:
+    shares = {"put": Software(0.02), "put_more": Software(0.03), "put_known": Software(0.004)}
+    put_s = replace(made, software=shares).costs(4096).put_s
+    assert [put_s(8, new) for new in (8, 3, 0)] == [0.02, 0.03, 0.004]
+
+
+def test_the_share_of_software_lies_between_what_was_measured() -> None:
+    share = Software(0.5, 0.25, [(1, 2.0), (4, 5.0), (8, 4.0)])
+    assert [share.seconds(n) for n in (1, 2, 4, 6, 8, 12)] == [2.0, 3.0, 5.0, 4.5, 4.0, 5.0]
+    assert Software(-1.0, 0.25).seconds(2) == 0.0
+
+
+def test_the_middle_of_replays_has_no_single_moment_of_noise() -> None:
+    replays = [[Served(0, 4, matched=4, get_s=get_s, put_s=2 * get_s)] for get_s in (1.0, 9.0, 1.5)]
+    (one,) = middle(replays)
+    assert (one.matched, one.get_s, one.put_s) == (4, 1.5, 3.0)
+
+
 def test_errors_of_times_are_as_defined() -> None:
     def served(number: int, get_s: float) -> Served:
         return Served(number, 4, matched=4, by_tier={HOST: 4}, get_s=get_s)
@@ -170,11 +188,13 @@ def test_the_commands_measure_check_and_plan(tmp_path: Path) -> None:
     assert runner.invoke(calibrate_app, measure).exit_code == 0
     where = ["--trace", str(path), "--json"]
     sizes = ["--host-blocks", "16", "--disk-blocks", "40", "--dir", str(tmp_path)]
-    checked = runner.invoke(sim_app, ["check", *where, *sizes, "--profile", str(profile)])
+    times = ["--profile", str(profile), "--repeats", "2"]
+    checked = runner.invoke(sim_app, ["check", *where, *sizes, *times])
     assert checked.exit_code == 0, checked.output
     answer = json.loads(checked.stdout)
     assert answer["equal"] is True
     assert {one["name"] for one in answer["latency"]} >= {"put", "end to end"}
+    assert len(answer["noise"]) == len(answer["latency"])
     served = runner.invoke(sim_app, ["serve", *where, "--host", "20", "--disk", "50%"])
     assert served.exit_code == 0, served.output
     assert json.loads(served.stdout)["results"][0]["ttft_ms"]["p95"] > 0

@@ -41,7 +41,7 @@ BLOCKS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LARGEST_BYTES = 32 << 20  # of one batch
 _AT_ONCE = 4
-_LENGTHS = (1, 4, 16, 64, 256)  # of whole gets and puts, in blocks
+_LENGTHS = (1, 2, 4, 8, 16, 64, 256)  # of whole gets and puts, in blocks
 _ROUNDS = 10  # of each length
 
 _Points = list[tuple[int, float]]  # blocks, seconds beyond the batches
@@ -173,11 +173,13 @@ class _Bench:
             raise TransferError(f"{np.count_nonzero(statuses)} of {count} blocks failed")
 
     async def _edge(self, edge: Edge, batch: Batch) -> None:
-        """Measure batches one at a time, the sizes in turn; then the largest, several at once."""
+        """Measure batches one at a time, the sizes in no order, so that none always finds what the
+        largest one left in the processor's caches; then the largest, several at once.
+        """
         taken: dict[int, list[float]] = {count: [] for count in self._counts}
         await batch(self._counts[0])
         for _ in range(self._repeats):
-            for count in self._counts:
+            for count in self._random.permutation(self._counts).tolist():
                 begun_s = time.perf_counter()
                 await batch(count)
                 taken[count].append(time.perf_counter() - begun_s)
@@ -257,6 +259,8 @@ def _software(
             seconds = one.put_s - costs[DEVICE, HOST](one.stored).total_s
             kind = "put" if one.stored == one.blocks else "put_more"
             kinds[kind].append((one.blocks, seconds))
+        elif not one.refused:
+            kinds["put_known"].append((one.blocks, one.put_s))
     return {kind: _fit(points) for kind, points in kinds.items()}
 
 
@@ -291,7 +295,7 @@ def _requests(lengths: Sequence[int], longest: int) -> list[TraceRequest]:
 
 
 def _fit(points: _Points) -> Software:
-    """Fit base and seconds per block to the medians by length; short ones count more."""
+    """Keep the medians by length, and fit base and seconds per block; short ones count more."""
     if not points:
         return Software()
     lengths = sorted({length for length, _ in points})
@@ -300,4 +304,4 @@ def _fit(points: _Points) -> Software:
         return Software(max(0.0, middle[0]))
     weights = 1 / np.sqrt(np.array(lengths, float))
     slope, base = np.polyfit(lengths, middle, 1, w=weights)
-    return Software(float(base), float(slope))
+    return Software(float(base), float(slope), list(zip(lengths, middle, strict=True)))

@@ -11,7 +11,7 @@ the error of the percentile of all latencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,20 @@ def first_difference(measured: Sequence[Served], simulated: Sequence[Served]) ->
         if one.facts() != other.facts():
             return Difference(one.number, one.facts(), other.facts())
     return None
+
+
+def middle(replays: Sequence[Sequence[Served]]) -> list[Served]:
+    """Return the requests of replays that did the same, with the medians of their times: what a
+    request takes, without the moments at which something else had the processor.
+    """
+
+    def of(name: str, several: Sequence[Served]) -> float:
+        return float(np.median([getattr(one, name) for one in several]))
+
+    return [
+        replace(several[0], get_s=of("get_s", several), put_s=of("put_s", several))
+        for several in zip(*replays, strict=True)
+    ]
 
 
 def totals(served: Sequence[Served]) -> dict[str, Any]:

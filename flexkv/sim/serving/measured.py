@@ -26,8 +26,8 @@ from flexkv.sim.serving.legs import Cost, CostOf
 from flexkv.sim.serving.replay import Costs
 
 # of the software's share: gets of blocks that are all in host memory, all in a store, in both; puts
-# of prompts that are all new, and of those whose beginning is there
-KINDS = ("get", "get_far", "get_mixed", "put", "put_more")
+# of prompts that are all new, of those whose beginning is there, and of those that are all there
+KINDS = ("get", "get_far", "get_mixed", "put", "put_more", "put_known")
 
 
 class Sample(NamedTuple):
@@ -40,16 +40,21 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Seconds that planning and the event loop add to a transfer: `base_s` and `block_s` per block
-    of those that the backends need.
+    """Seconds that planning and the event loop add to what the backends need for a transfer:
+    `base_s` and `block_s` per block; between `points` (blocks, seconds) where there are some.
     """
 
     base_s: float = 0.0
     block_s: float = 0.0
+    points: Sequence[tuple[int, float]] = ()
 
     def seconds(self, blocks: int) -> float:
         """Return what it adds to a transfer of `blocks` blocks, never less than nothing."""
-        return max(0.0, self.base_s + self.block_s * blocks)
+        if not self.points:
+            return max(0.0, self.base_s + self.block_s * blocks)
+        lengths, seconds = zip(*self.points, strict=True)
+        beyond_s = max(0, blocks - lengths[-1]) * self.block_s
+        return max(0.0, float(np.interp(blocks, lengths, seconds)) + beyond_s)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class Calibration:
 
     def costs(self, block_bytes: int, coding: Coding | None = None) -> Costs:
         """Return what moving blocks of `block_bytes` costs, with `coding` on the disk tier."""
-        get, far_get, mixed, put, more = (self.software.get(kind, Software()) for kind in KINDS)
+        shares = (self.software.get(kind, Software()) for kind in KINDS)
+        get, far_get, mixed, put, more, known = shares
         stored_bytes = block_bytes if coding is None else coding.stored_bytes
         return Costs(
             {
@@ -80,7 +86,9 @@ class Calibration:
                 for edge in self.batches
             },
             lambda near, far: (get if not far else mixed if near else far_get).seconds(near + far),
-            lambda blocks, new: (more if new < blocks else put).seconds(blocks),
+            lambda blocks, new: (known if not new else more if new < blocks else put).seconds(
+                blocks
+            ),
             coding,
             by_cores=self.facts.get("device") == "cpu",
         )
