@@ -42,7 +42,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LARGEST_BYTES = 32 << 20  # of one batch
 _AT_ONCE = 4
 _LENGTHS = (1, 2, 4, 8, 16, 64, 256)  # of whole gets and puts, in blocks
-_ROUNDS = 10  # of each length
+_ROUNDS = 8  # of two of each length
 
 _Points = list[tuple[int, float]]  # blocks, seconds beyond the batches
 _WARM = 6  # requests before anything counts
@@ -241,7 +241,7 @@ def _software(
     config = check_config(
         block_bytes=block_bytes,
         host_blocks=3 * longest,
-        disk_blocks=4 * _ROUNDS * sum(lengths) + 8 * longest,
+        disk_blocks=8 * _ROUNDS * sum(lengths) + 8 * longest,
         directory=folder,
         device=device,
         device_options=dict(options),
@@ -255,6 +255,8 @@ def _software(
             kinds[kind].append((one.matched, _far(one, costs)))
         elif one.matched:
             kinds["get"].append((one.matched, one.get_s - costs[HOST, DEVICE](one.matched).total_s))
+        else:
+            kinds["get_none"].append((0, one.get_s))
         if one.stored:
             seconds = one.put_s - costs[DEVICE, HOST](one.stored).total_s
             kind = "put" if one.stored == one.blocks else "put_more"
@@ -273,8 +275,9 @@ def _far(served: Served, costs: Mapping[Edge, CostOf]) -> float:
 
 
 def _requests(lengths: Sequence[int], longest: int) -> list[TraceRequest]:
-    """Prompts of every length, round by round: new ones, again while the host has them, one block
-    longer; and, when others have driven them out, again from disk, or all but the first block.
+    """Prompts of every length, in rounds, so that no length has one bad moment alone: new ones,
+    again while the host has them, one block longer; and, when others have driven them out, again
+    from disk, or all but the first block.
     """
     numbers = itertools.count()
 
@@ -283,14 +286,13 @@ def _requests(lengths: Sequence[int], longest: int) -> list[TraceRequest]:
         return np.arange(length, dtype=np.int64) + next(numbers) * (longest + 1)
 
     order = [text(longest) for _ in range(_WARM)]
-    for length in lengths:
-        texts = [text(length) for _ in range(_ROUNDS)]
-        for one in texts:
+    for _ in range(_ROUNDS):
+        pairs = [(text(length), text(length)) for length in lengths]
+        for one in itertools.chain.from_iterable(pairs):
             order += [one, one, np.append(one, one[-1] + 1)]
         order += [text(longest) for _ in range(4)]
-        order += texts[: _ROUNDS // 2]
-        for one in texts[_ROUNDS // 2 :]:
-            order += [one[:1], one]
+        for far, mixed in pairs:
+            order += [far, mixed[:1], mixed]
     return [TraceRequest(float(number), None, len(ids), 0, ids) for number, ids in enumerate(order)]
 
 

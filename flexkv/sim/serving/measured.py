@@ -25,9 +25,10 @@ from flexkv.sim.serving.engine import Edge
 from flexkv.sim.serving.legs import Cost, CostOf
 from flexkv.sim.serving.replay import Costs
 
-# of the software's share: gets of blocks that are all in host memory, all in a store, in both; puts
-# of prompts that are all new, of those whose beginning is there, and of those that are all there
-KINDS = ("get", "get_far", "get_mixed", "put", "put_more", "put_known")
+# of the software's share: gets of blocks that are all in host memory, all in a store, in both, or
+# nowhere; puts of prompts that are all new, of those whose beginning is there, and of those that
+# are all there
+KINDS = ("get", "get_far", "get_mixed", "get_none", "put", "put_more", "put_known")
 
 
 class Sample(NamedTuple):
@@ -52,9 +53,9 @@ class Software:
         """Return what it adds to a transfer of `blocks` blocks, never less than nothing."""
         if not self.points:
             return max(0.0, self.base_s + self.block_s * blocks)
-        lengths, seconds = zip(*self.points, strict=True)
-        beyond_s = max(0, blocks - lengths[-1]) * self.block_s
-        return max(0.0, float(np.interp(blocks, lengths, seconds)) + beyond_s)
+        lengths = [length for length, _ in self.points]
+        between_s = float(np.interp(blocks, lengths, [seconds for _, seconds in self.points]))
+        return max(0.0, between_s + max(0, blocks - lengths[-1]) * self.block_s)
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,16 @@ class Calibration:
     def costs(self, block_bytes: int, coding: Coding | None = None) -> Costs:
         """Return what moving blocks of `block_bytes` costs, with `coding` on the disk tier."""
         shares = (self.software.get(kind, Software()) for kind in KINDS)
-        get, far_get, mixed, put, more, known = shares
+        get, far_get, mixed, none, put, more, known = shares
         stored_bytes = block_bytes if coding is None else coding.stored_bytes
         return Costs(
             {
                 edge: self.cost_of(edge, stored_bytes if DISK in edge else block_bytes)
                 for edge in self.batches
             },
-            lambda near, far: (get if not far else mixed if near else far_get).seconds(near + far),
+            lambda near, far: (
+                far_get if far and not near else mixed if far else get if near else none
+            ).seconds(near + far),
             lambda blocks, new: (known if not new else more if new < blocks else put).seconds(
                 blocks
             ),
