@@ -34,7 +34,11 @@ def made() -> Calibration:
         HardwareProfile("made", hardware("h100").tiers, hardware("h100").links),
         dict.fromkeys(EDGES, samples),
         dict.fromkeys(EDGES, 8192 / 0.0002),
-        {"get": Software(0.01, 0.001), "put": Software(0.02), "put_more": Software(0.03)},
+        {
+            "get": Software(0.01, 0.001),
+            "put": Software(0.02, 0.0, ((1, 0.02),)),
+            "put_more": Software(0.03),
+        },
         {"cpu": "made"},
     )
 
@@ -130,7 +134,7 @@ def test_a_put_of_what_is_there_takes_its_own_share(made: Calibration) -> None:
 
 
 def test_the_share_of_software_lies_between_what_was_measured() -> None:
-    share = Software(0.5, 0.25, [(1, 2.0), (4, 5.0), (8, 4.0)])
+    share = Software(0.5, 0.25, ((1, 2.0), (4, 5.0), (8, 4.0)))
     assert [share.seconds(n) for n in (1, 2, 4, 6, 8, 12)] == [2.0, 3.0, 5.0, 4.5, 4.0, 5.0]
     assert Software(-1.0, 0.25).seconds(2) == 0.0
 

@@ -306,4 +306,4 @@ def _fit(points: _Points) -> Software:
         return Software(max(0.0, middle[0]))
     weights = 1 / np.sqrt(np.array(lengths, float))
     slope, base = np.polyfit(lengths, middle, 1, w=weights)
-    return Software(float(base), float(slope), list(zip(lengths, middle, strict=True)))
+    return Software(float(base), float(slope), tuple(zip(lengths, middle, strict=True)))

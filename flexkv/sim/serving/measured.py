@@ -47,7 +47,13 @@ class Software:
 
     base_s: float = 0.0
     block_s: float = 0.0
-    points: Sequence[tuple[int, float]] = ()
+    points: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def read(cls, part: Mapping[str, Any]) -> Software:
+        """Return what `asdict` made of a share and a file kept."""
+        points = tuple((int(blocks), float(s)) for blocks, s in part.get("points", ()))
+        return cls(float(part["base_s"]), float(part["block_s"]), points)
 
     def seconds(self, blocks: int) -> float:
         """Return what it adds to a transfer of `blocks` blocks, never less than nothing."""
@@ -156,7 +162,7 @@ class Calibration:
                     for name, samples in serving["batches"].items()
                 },
                 {_edge(name): float(rate) for name, rate in serving["bytes_per_s"].items()},
-                {kind: Software(**part) for kind, part in serving["software"].items()},
+                {kind: Software.read(part) for kind, part in serving["software"].items()},
                 serving.get("facts", {}),
             )
         except (ValueError, KeyError, TypeError) as error:
