@@ -41,6 +41,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How often managers are killed in test_restart.py, and the device that rigs stand on."""
     parser.addoption("--kills", type=int, default=40, help="kills of test_restart.py")
+    parser.addoption("--steps", type=int, default=2000, help="steps of cluster/test_schedules.py")
     parser.addoption("--device", choices=sorted(DEVICES), default="cpu", help="device of rigs")
 
 
