@@ -1,5 +1,5 @@
 # Thin on purpose: the work is in scripts/ and in the `flexkv` command.
-.PHONY: setup demo test test-vllm worlds bench lint docs
+.PHONY: setup demo test test-cluster test-vllm worlds bench lint docs
 
 setup:  ## .venv with everything; `make setup TORCH=2.9.1 PYTHON=python3.12` for others
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup.sh
@@ -9,6 +9,9 @@ demo: setup  ## a real model, three ways: no cache, host memory, SSD after SIGKI
 
 test: setup  ## the whole suite; `make test ARGS="-k index"`
 	@scripts/test.sh $(ARGS)
+
+test-cluster: setup  ## several nodes on a real Redis; `make test-cluster ARGS="-k two_nodes"`
+	@scripts/test-cluster.sh $(ARGS)
 
 test-vllm:  ## stock vLLM on CPUs, in an environment of its own (3.5 GB); `make test-vllm VLLM_VERSION=0.30.0`
 	@VLLM_VERSION="$(VLLM_VERSION)" scripts/test-vllm.sh $(ARGS)

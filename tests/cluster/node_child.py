@@ -1,0 +1,38 @@
+"""A node in a process of its own: `node_child.py URL NAME BLOCKS` stores prompt 1 and says so.
+
+It lives until its standard input ends; "gone" lets it push the prompt out of its memory first.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import anyio
+import anyio.to_thread
+from cluster_rig import open_node
+from rig import prompt
+
+
+class Server:
+    """What `open_node` needs to know of a server."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+
+async def main(url: str, name: str, folder: str, blocks: int) -> None:
+    path = Path(folder) if folder else None
+    async with open_node(Server(url), name, path, host=8) as rig:
+        await rig.put(prompt(1, blocks))
+        print("stored", flush=True)
+        while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+            if line.strip() == "gone":
+                await rig.push_out()
+                print("gone", flush=True)
+
+
+if __name__ == "__main__":
+    anyio.run(main, *sys.argv[1:4], int(sys.argv[4]))
