@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -190,6 +190,16 @@ def test_bench_options_are_those_of_the_benchmark() -> None:
             bench.parse_options(fake_run, [word], None)
     with pytest.raises(typer.BadParameter, match="uses no directory"):
         bench.parse_options(lambda progress: [], [], Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("word", "taken"), [("sizes=64", [64]), ("sizes=64,256", [64, 256]), ("sizes=[1, 2]", [1, 2])]
+)
+def test_an_option_of_several_values_takes_one_or_several(word: str, taken: list[int]) -> None:
+    def run(progress: Any, *, sizes: Sequence[int] = (1, 2)) -> list[Result]:
+        return []
+
+    assert bench.parse_options(run, [word], None) == {"sizes": taken}
 
 
 def test_figures_keep_their_meaning() -> None:

@@ -177,22 +177,24 @@ def _run(name: str, settings: list[str] | None, directory: Path | None, as_json:
 def parse_options(
     run: Callable[..., Any], settings: list[str], directory: Path | None
 ) -> dict[str, Any]:
-    """Turn NAME=VALUE words into keyword arguments of `run`; values are read as YAML.
+    """Turn NAME=VALUE words into keyword arguments of `run`; values are read as YAML, and where
+    the default is several, several are taken: sizes_kib=64,256, or one.
 
     Raises:
         typer.BadParameter: not of that form, or the benchmark has no such option.
     """
-    known = [
-        name
+    known = {
+        name: item.default
         for name, item in inspect.signature(run).parameters.items()
         if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD) and name != "progress"
-    ]
+    }
     options: dict[str, Any] = {}
     for word in settings:
         name, equals, value = word.partition("=")
         if not equals or name not in known:
             raise typer.BadParameter(f"{word!r}: write NAME=VALUE; names: {', '.join(known)}")
-        options[name] = yaml.safe_load(value)
+        several = isinstance(known[name], tuple) and not value.startswith("[")
+        options[name] = yaml.safe_load(f"[{value}]" if several else value)
     if directory is not None:
         name = next((item for item in _DIRECTORY_NAMES if item in known), "")
         if not name:
