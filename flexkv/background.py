@@ -176,8 +176,8 @@ class Discarder:
     def __init__(self, ledger: Ledger, stores: Mapping[str, StorageBackend]) -> None:
         self._ledger, self._stores = ledger, stores
         self._work, self._idle = Signal(), Signal()
-        self._underway: list[Discard] = []
-        self._rounds = 0  # batches dealt with
+        self._underway: list[Discard] = []  # one at most
+        self._done = 0  # so far
         self._stopped = False
 
     def stop(self) -> None:
@@ -201,17 +201,20 @@ class Discarder:
             while not self._ledger.discards:
                 self._idle.raise_()
                 await self._work.wait()
-            self._underway = self._ledger.discards[:]
-            self._ledger.discards.clear()
-            while self._underway:
-                await self._discard(self._underway[0])
-                del self._underway[0]
-            self._rounds += 1
+            self._underway = [self._ledger.discards.pop(0)]
+            await self._discard(self._underway[0])
+            self._underway = []
+            self._done += 1
             self._idle.raise_()
 
     async def _discard(self, discard: Discard) -> None:
-        store = self._stores[discard.tier.name]
-        slots = discard.slots if len(discard.slots) else np.zeros(len(discard.keys), np.uint32)
+        if len(discard.keys):
+            await self._make_forget(discard)
+        discard.tier.give(discard.slots)
+
+    async def _make_forget(self, discard: Discard) -> None:
+        store, count = self._stores[discard.tier.name], len(discard.keys)
+        slots = discard.slots if store.addressing == "slot" else np.zeros(count, np.uint32)
         batch = BlockIO(slots, slots, discard.keys)
         try:
             failed = as_statuses(await store.discard(batch), len(batch)) == FAILED
@@ -223,7 +226,6 @@ class Discarder:
             log.warning(
                 "discard.failed", tier=discard.tier.name, blocks=int(np.count_nonzero(failed))
             )
-        discard.tier.give(discard.slots)
 
     async def drained(self) -> None:
         """Wait until there is nothing to forget."""
@@ -233,7 +235,7 @@ class Discarder:
 
     async def caught_up(self) -> None:
         """Wait until what is to be forgotten by now is forgotten."""
-        rounds = self._rounds + bool(self._underway) + bool(self._ledger.discards)
-        while self._rounds < rounds and not self._stopped:
+        until = self._done + len(self.forgetting)
+        while self._done < until and not self._stopped:
             self._work.raise_()
             await self._idle.wait()

@@ -46,8 +46,8 @@ PromoteMode = Literal["always", "when_room", "never"]  # without evicting; not a
 
 
 class Discard(NamedTuple):
-    """Slots of a store to forget, with the keys they held (zeros where nobody knows). Without
-    slots: keys alone, whose slots are in use again.
+    """Slots of a store to forget, with the keys they held (zeros where nobody knows). Stores that
+    are addressed by key forget keys, of which some may be in use again, or the slots may.
     """
 
     tier: Tier
@@ -99,6 +99,18 @@ class Ledger:
     def _forget(self, tier: Tier, keys: KeyArray) -> None:
         if len(keys):
             self.discards.append(Discard(tier, np.empty(0, np.uint32), keys))
+
+    def keep_again(self, tier: Tier, blocks: BlockIds) -> None:
+        """Take blocks that are written to a store addressed by key out of what it is to forget: a
+        deletion that comes late would hit the new bytes.
+        """
+        if tier.forget is None or not self.discards:
+            return
+        wanted = {key.tobytes() for key in self.index.keys(blocks)}
+        for number, (whose, slots, keys) in enumerate(self.discards):
+            if whose is tier:
+                left = np.array([key.tobytes() not in wanted for key in keys], np.bool_)
+                self.discards[number] = Discard(tier, slots, keys[left])
 
     def open_landing(self, blocks: BlockIds) -> int:
         """Number a landing of `blocks` in the host that other graphs may join until it is

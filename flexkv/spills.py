@@ -75,6 +75,7 @@ def plan_spill(ledger: Ledger, blocks: BlockIds, keys: KeyArray) -> Spill:
         wanted = wanted[: len(slots)]
         if len(wanted):
             index.land(store.number, wanted, slots)
+            ledger.keep_again(store, wanted)
             source = Span(HOST, index.slots(host, wanted))
             positions = np.arange(len(wanted))
             if len(lacking) > 1:
@@ -137,6 +138,7 @@ def plan_save(ledger: Ledger, blocks: BlockIds) -> tuple[BlockIds, TransferGraph
     if len(wanted) == 0:
         return wanted, None
     index.land(store.number, wanted, slots)
+    ledger.keep_again(store, wanted)
     leaving = np.isin(wanted, blocks)
     ops = []
     for some in (leaving, ~leaving):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 import redis
 from rig import STRIDE, TOKENS_PER_BLOCK, open_rig, prompt
@@ -194,6 +195,25 @@ async def test_a_server_that_never_answers_costs_its_time_limit_and_recompute(
         await rig.check_idle()
         await rig.put(prompt(1, BLOCKS), durable=False)  # computed again
         assert (await rig.get(prompt(1, BLOCKS))).loaded == TOKENS
+
+
+async def test_what_is_put_again_survives_its_late_deletion(
+    server: Redis | Mooncake, tmp_path: Path
+) -> None:
+    """The deletion waits behind the disk's, which stands still until the new bytes have landed."""
+    blocks = 4  # two batches of a spill: more are not written at once
+    tokens = prompt(1, blocks)
+    async with open_rig(tmp_path, **remote(server)) as rig:
+        await rig.put(tokens)
+        gate = rig.faults().hold("record")
+        assert rig.kv.remove(tokens) == blocks * TOKENS_PER_BLOCK
+        await rig.put(tokens, durable=False)
+        with anyio.fail_after(30):
+            while rig.count("transfer_blocks", source="host", target="remote") < 2 * blocks:
+                await anyio.to_thread.run_sync(server.count)
+        gate.open()
+        await rig.kv.flush()
+        assert server.count() == blocks
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class RemoteStore:
         self._services: Services | None = None
         self._closing = False
         self._closed = anyio.Event()
+        self._deletions: list[tuple[set[bytes], anyio.Event]] = []  # under way
 
     @classmethod
     def probe(cls) -> Sequence[DeviceInfo]:
@@ -90,12 +91,23 @@ class RemoteStore:
         return statuses
 
     async def write(self, batch: BlockIO) -> Statuses:
-        """Store the arena slots under their keys."""
+        """Store the arena slots under their keys, after deletions of these that are under way."""
+        if self._deletions:
+            names = set(self.names(batch.keys))
+            for deletion in [over for deleted, over in self._deletions if deleted & names]:
+                await deletion.wait()
         return await self._move("write", batch)
 
     async def discard(self, batch: BlockIO) -> Statuses:
         """Forget the blocks; MISSING where there was none."""
-        return await self._move("discard", batch)
+        self._opened()
+        deletion = (set(self.names(batch.keys)), anyio.Event())
+        self._deletions.append(deletion)
+        try:
+            return await self._move("discard", batch)
+        finally:
+            self._deletions.remove(deletion)
+            deletion[1].set()
 
     async def aclose(self) -> None:
         """Wait for what is in flight, also for those who gave up on it, and end the threads."""
@@ -120,10 +132,13 @@ class RemoteStore:
 
     # --- inside
 
-    async def _move(self, verb: Verb, batch: BlockIO) -> Statuses:
-        services = self._services
-        if services is None or self._closing:
+    def _opened(self) -> Services:
+        if self._services is None or self._closing:
             raise ClosedError(f"the {self.name} store is not open")
+        return self._services
+
+    async def _move(self, verb: Verb, batch: BlockIO) -> Statuses:
+        services = self._opened()
         statuses = np.full(len(batch), FAILED, np.uint8)
         now = services.completions.now
         if not len(batch) or not self._breaker.admits(now()):

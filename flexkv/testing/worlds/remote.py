@@ -13,7 +13,7 @@ import anyio
 
 from flexkv.backends.remote.couriers import Client, Couriers, Parcel
 from flexkv.backends.remote.store import RemoteStore
-from flexkv.model import DAMAGED, LANDED, MISSING, Statuses
+from flexkv.model import DAMAGED, LANDED, MISSING, KeyArray, Statuses
 from flexkv.protocols import Recovered, Services
 from flexkv.testing.worlds.hardware import Cell, Hardware
 
@@ -156,3 +156,7 @@ class WorldRemote(RemoteStore):
     async def dismiss(self) -> None:
         """Wait for what is in flight."""
         await self._carriage.landed()
+
+    def lacks(self, keys: KeyArray) -> int:
+        """How many of `keys` the server does not have."""
+        return sum(name not in self._server.blocks for name in self.names(keys))

@@ -16,10 +16,11 @@ from flexkv._core import lib
 from flexkv.backends.disk import DiskBackend
 from flexkv.backends.disk.table import SlotTable
 from flexkv.keys import Keyring
-from flexkv.model import ABSENT, DISK, HOST, NO_BLOCK, READY
+from flexkv.model import ABSENT, DISK, HOST, NO_BLOCK, READY, REMOTE
 from flexkv.order import u32, u64
 from flexkv.testing.worlds.device import BLOCK_BYTES, TOKENS
 from flexkv.testing.worlds.hardware import Hardware, Journal
+from flexkv.testing.worlds.remote import WorldRemote
 from flexkv.testing.worlds.story import Path
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class Watch:
         for tier in stack.ledger.stores:
             if tier.name == DISK:
                 self._look_at_disk(2 + 2 * tier.number, keys, entries)
+            elif perfect:
+                self._look_at_server(2 + 2 * tier.number, entries)
 
     def _look_at_slots(self) -> None:
         ledger = self._stack.ledger
@@ -178,6 +181,15 @@ class Watch:
                 if here and entry[1] != NO_BLOCK and entry[1] not in there:
                     kind = "alone" if stores else "orphan"
                     self._journal.accuse(kind, "a block is there, its parent is not")
+
+    def _look_at_server(self, column: int, entries: list[list[int]]) -> None:
+        """What the index calls readable on the server is there."""
+        store = self._stack.engine.stores[REMOTE]
+        ready = [entry[column] == READY for entry in entries]
+        assert isinstance(store, WorldRemote)
+        lacking = store.lacks(self._keys[: len(entries)][ready])
+        if lacking:
+            self._journal.accuse("server", f"{lacking} readable blocks are not on the server")
 
     def _look_at_disk(self, column: int, keys: list[Key], entries: list[list[int]]) -> None:
         """Nothing is on disk outside the index; what is readable there has its own record."""
