@@ -86,6 +86,7 @@ class Read:
     owner: Life | None
     wanted: np.ndarray  # positions within the op that the owner was asked for
     loan: Loan | None
+    sums: np.ndarray  # what the owner vouched for when it lent them
     came: bool = False
 
 
@@ -184,7 +185,7 @@ class Life:
         if loan is not None and read.came:
             near = read.wanted[loan.statuses == LANDED]
             keys = read.graph.keys[read.op.positions[near]]
-            right = checksums(self.arena, slots[near], keys, BLOCK_BYTES) == loan.checksums
+            right = checksums(self.arena, slots[near], keys, BLOCK_BYTES) == read.sums
             statuses[near] = np.where(right, LANDED, DAMAGED)
             if read.owner is not None:
                 read.owner.lender.release([loan.lease.token] if loan.lease else [])
@@ -337,6 +338,7 @@ class Schedules(RuleBasedStateMachine):
         rows = life.holdings.holders(op.source.ids)
         first = rows["node"][:, 0]
         owner = loan = None
+        sums = np.empty(0, np.uint64)
         wanted = np.flatnonzero(first == first[0])
         if first[0] != NOBODY:
             name, _, incarnation = (life.holdings.name(int(first[0])) or "").partition("/")
@@ -350,11 +352,12 @@ class Schedules(RuleBasedStateMachine):
             except CapacityError:
                 loan = None
             else:
+                sums = self.loop.run_until_complete(owner.lender.vouch(loan))
                 missing = keys[loan.statuses == MISSING]
                 if len(missing):
                     life.holdings.lost(int(first[0]), missing)
         life.write(op.target.ids, np.full((len(op), BLOCK_BYTES), 0xCD, np.uint8))
-        return [Read(graph, op, owner, wanted, loan)]
+        return [Read(graph, op, owner, wanted, loan, sums)]
 
     @rule()
     def copy_under_lease(self) -> None:
