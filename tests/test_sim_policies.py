@@ -193,7 +193,7 @@ class Listener(LRU):
         self.heard.append((len(keys), now, output_tokens))
         return len(keys)
 
-    def placed(self, blocks: BlockIds) -> None:
+    def placed(self, blocks: BlockIds, first: int) -> None:
         pass
 
 

@@ -5,13 +5,22 @@ read, in pieces), `message_of` (events), `portions` (events cut to the size of m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import anyio.to_thread
 import numpy as np
 
-from flexkv.cluster.changes import MEDIUM_OF, Changes, Masks, chain_order, coalesce
+from flexkv.cluster.changes import (
+    MEDIUM_OF,
+    Changes,
+    Masks,
+    chain_order,
+    coalesce,
+    parent_positions,
+)
 from flexkv.cluster.wire import MAX_BLOCKS, pack
 from flexkv.events import BlockEvent, EventStream
+from flexkv.model import KeyArray
 
 
 class Snapshot:
@@ -44,10 +53,18 @@ class Snapshot:
             for tier, here in readable.items():
                 masks |= here.astype(np.uint8) << np.uint8(MEDIUM_OF[tier])
                 self.holdings += int(np.count_nonzero(here))
-            changes = Changes(keys, parents, masks)
-            messages.append(await anyio.to_thread.run_sync(pack, changes, self._epoch))
+            piece = partial(_piece, keys, parents, masks, self._epoch)
+            messages.append(await anyio.to_thread.run_sync(piece))
         self.chunks += len(messages)
         return messages
+
+
+def _piece(keys: KeyArray, parents: KeyArray, masks: Masks, epoch: int) -> bytes:
+    """The message of a piece. Its entries were put in order when the snapshot began; those that
+    hold other blocks by now stand anywhere.
+    """
+    order = chain_order(parent_positions(keys, parents))
+    return pack(Changes(keys[order], parents[order], masks[order]), epoch)
 
 
 def message_of(events: Sequence[BlockEvent], epoch: int, strict: bool) -> tuple[bytes, int, int]:

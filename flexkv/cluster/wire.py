@@ -109,6 +109,7 @@ def pack(changes: Changes, epoch: int) -> bytes:
     if count and at[0] < 0:
         turns = np.append(0, turns)  # the first one has nothing before it
     inside = at[turns] >= 0
+    assert (at[turns] < turns).all(), "parents stand before children"
     root = ~parents[turns].any(axis=1)
     references = np.where(inside, at[turns] + 1, np.where(root, _ROOT, _OUTSIDE))
     message = _Message(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from directory_rig import Node, chain, quick, running
 
+from flexkv.cluster.snapshot import Snapshot
+from flexkv.cluster.wire import unpack
 from flexkv.testing.harness import Unsupported
 from flexkv.testing.remote import RedisServer
 
@@ -173,3 +175,25 @@ async def test_a_local_reset_is_told_and_the_books_are_filled_again(url: str, na
         one.store(chain(3, 10))
         await two.sees(one)
         await one.sees(two)
+
+
+async def test_entries_that_hold_other_blocks_by_now_are_written_in_an_order_that_can_be_read() -> (
+    None
+):
+    """Blocks leave and others take their entries between two pieces of a snapshot."""
+    node = Node("one", quick("redis://127.0.0.1:1/0"), max_blocks=64)
+    node.store(chain(1, 40))
+    node.store(chain(3, 24))  # there is no other entry
+    snapshot = Snapshot(node.log.listen(), 0, 1, "snapshot")
+    await snapshot.begin()
+    node.drop(chain(1, 40), keep=20)
+    node.store(chain(2, 25), count=20)  # in the entries of the last ones
+    node.drop(chain(1, 40))
+    node.store(chain(2, 25))  # and of the first ones: children before their parents
+    (message,) = await snapshot.pieces(4)
+    delta = unpack(message, 0)
+    keys = [key.tobytes() for key in delta.stored_keys]
+    assert len(keys) == 25 + 24
+    assert {(key, 0) for key in keys} <= node.truth()
+    for at, parent in enumerate(delta.stored_parents):
+        assert parent.tobytes() not in keys[at:], "a parent behind its child"
