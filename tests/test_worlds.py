@@ -17,9 +17,6 @@ from flexkv.testing.worlds.chance import Chance, mix
 from flexkv.testing.worlds.disk import Platter
 from flexkv.testing.worlds.story import Step
 
-# a task that is cancelled before its first step, as crashes do, never starts its coroutine
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-
 CORES = len(os.sched_getaffinity(0))
 
 

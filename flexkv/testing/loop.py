@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
+from inspect import CORO_CREATED, getcoroutinestate
 from typing import Any, TypeVar
 
 from anyio._backends._asyncio import CancelScope
@@ -130,11 +131,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         clock = self._clock
         clock.each_turn = lambda: None
         clock.limit_s, clock.limit_turns = clock.now + 1e6, clock.turns + 100_000
-        left = sorted(asyncio.all_tasks(self), key=hash)
-        for task in left:
-            task.cancel()
-        if left:
-            self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        while left := sorted(asyncio.all_tasks(self), key=hash):
+            # anyio wraps coroutines: the wrapper of a task that is cancelled before its first step
+            # drops a coroutine that was never awaited, and Python warns of it. They begin first.
+            begun = [task for task in left if getcoroutinestate(task.get_coro()) != CORO_CREATED]
+            for task in begun:
+                task.cancel()
+            self.run_until_complete(asyncio.wait(begun) if begun else asyncio.sleep(0))
         self.run_until_complete(self.shutdown_asyncgens())
 
 

@@ -45,8 +45,6 @@ def _begin() -> None:
     """Get a process ready: worlds are full of faults on purpose, so nothing is logged."""
     logging.getLogger("flexkv").setLevel(logging.CRITICAL + 1)
     warnings.simplefilter("error")
-    # a task that is cancelled before its first step, as crashes do, never starts its coroutine
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
     def note(raised: Any) -> None:
         _unseen.append(f"{raised.exc_value!r} in {raised.object!r}")
