@@ -12,7 +12,7 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from inspect import CORO_CREATED, getcoroutinestate
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from anyio._backends._asyncio import CancelScope
 
@@ -134,11 +134,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         while left := sorted(asyncio.all_tasks(self), key=hash):
             # anyio wraps coroutines: the wrapper of a task that is cancelled before its first step
             # drops a coroutine that was never awaited, and Python warns of it. They begin first.
-            begun = [task for task in left if getcoroutinestate(task.get_coro()) != CORO_CREATED]
+            begun = [task for task in left if _has_begun(task)]
             for task in begun:
                 task.cancel()
             self.run_until_complete(asyncio.wait(begun) if begun else asyncio.sleep(0))
         self.run_until_complete(self.shutdown_asyncgens())
+
+
+def _has_begun(task: asyncio.Task[Any]) -> bool:
+    return getcoroutinestate(cast("Coroutine[Any, Any, Any]", task.get_coro())) != CORO_CREATED
 
 
 _scope_numbers: dict[int, int] = {}  # of cancel scopes made on virtual loops, by id
