@@ -144,6 +144,23 @@ class Library:
         self, sources: CData, targets: CData, size: int, n: int, kind: int
     ) -> None: ...
 
+    # --- wire.h
+    def fx_passage_open(
+        self,
+        base: int,
+        stride: int,
+        slots: CData,
+        size: int,
+        keys: CData,
+        n: int,
+        sums: CData,
+        told: CData,
+    ) -> CData: ...
+    def fx_passage_close(self, passage: CData) -> None: ...
+    def fx_passage_moved(self, passage: CData) -> int: ...
+    def fx_passage_send(self, passage: CData, fd: int, most: int, patience_ms: int) -> int: ...
+    def fx_passage_receive(self, passage: CData, fd: int, most: int, patience_ms: int) -> int: ...
+
     # --- hash.h
     def fx_hash_secret_bytes(self) -> int: ...
     def fx_hash_chain(

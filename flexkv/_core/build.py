@@ -18,6 +18,7 @@ HEADERS = (
     "ring.h",
     "records.h",
     "copy.h",
+    "wire.h",
     "hash.h",
     "quant.h",
     "runs.h",

@@ -182,12 +182,6 @@ void fx_copy_blocks(const fx_plane *planes, uint32_t n_planes, uint64_t host_bas
 
 /* ---- checksums ----------------------------------------------------------------------------------------- */
 
-/* Both words must matter, and (a, b) must not meet (b, a): multiply one by an odd constant before mixing. */
-static uint64_t seed_of(const uint64_t key[2]) {
-  uint64_t mixed = key[0] ^ (key[1] * 0x9E3779B97F4A7C15u);
-  return mixed ^ (mixed >> 32) ^ (key[1] << 1);
-}
-
 typedef struct {
   uint64_t base, stride, size;
   const uint32_t *slots;
@@ -199,10 +193,18 @@ static void sum_units(const sum_plan *plan, uint64_t begin, uint64_t end) {
   int fast = fx_sum_usable();
   for (uint64_t i = begin; i < end; i++) {
     const void *block = (const void *)(uintptr_t)(plan->base + plan->slots[i] * plan->stride);
-    uint64_t seed = seed_of(plan->keys + 2 * i);
+    uint64_t seed = fx_sum_seed(plan->keys + 2 * i);
     plan->sums[i] = fast ? fx_sum_avx2(block, plan->size, seed) : XXH3_64bits_withSeed(block, plan->size, seed);
   }
 }
+
+size_t fx_sum_state_bytes(void) { return sizeof(XXH3_state_t); }
+void fx_sum_begin(void *state, uint64_t seed) {
+  memset(state, 0, sizeof(XXH3_state_t)); /* a reset trusts the secret that it finds where it finds the same seed */
+  XXH3_64bits_reset_withSeed(state, seed);
+}
+void fx_sum_more(void *state, const void *data, size_t size) { XXH3_64bits_update(state, data, size); }
+uint64_t fx_sum_end(void *state) { return XXH3_64bits_digest(state); }
 
 void fx_checksum_blocks(uint64_t base, uint64_t stride, const uint32_t *slots, uint64_t size, const uint64_t *keys,
                         uint32_t n, uint64_t *sums) {

@@ -11,10 +11,12 @@
 
 int fx_sum_usable(void) { return __builtin_cpu_supports("avx2") != 0; }
 uint64_t fx_sum_avx2(const void *data, size_t size, uint64_t seed) { return XXH3_64bits_withSeed(data, size, seed); }
+void fx_sum_more_avx2(void *state, const void *data, size_t size) { XXH3_64bits_update(state, data, size); }
 #else
 int fx_sum_usable(void) { return 0; }
 uint64_t fx_sum_avx2(const void *data, size_t size, uint64_t seed) {
   (void)data, (void)size;
   return seed; /* never called */
 }
+void fx_sum_more_avx2(void *state, const void *data, size_t size) { (void)state, (void)data, (void)size; }
 #endif

@@ -43,6 +43,7 @@ from flexkv.model import LANDED, Identity, KeyArray, KVSpec, SlotIds
 from flexkv.protocols import BlockIO, Services
 
 TOTAL_BYTES, BATCH_BYTES = 64 << 20, 16 << 20  # as an engine reads: in batches of chunk_bytes
+HOST_TIMES = 5  # what the owner's host is of that: one reader may hold an eighth of it and more
 TOKENS = 16
 _INCARNATION = 1
 
@@ -115,7 +116,7 @@ async def _lend(link: Connection, size: int, courier: str) -> None:
     config = FlexKVConfig(
         model="bench",
         spec=spec,
-        host_cache_bytes=(count + 8) * spec.stride_bytes,
+        host_cache_bytes=HOST_TIMES * count * spec.stride_bytes,
         close_timeout_ms=1000,
     )
     async with KVManager(config) as kv:

@@ -1,20 +1,24 @@
-"""Blocks in the arena as they travel: `views_of` (the memory of a batch) - `Sums` (checksums, bound
-to keys; off the loop unless small) - `Arrival` (taking them while blocks arrive).
+"""Blocks in the arena as they travel: `Sums` (their checksums, bound to keys; off the loop unless
+small) - `Passage` (through a socket, checksums taken while the bytes are in the cache).
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv._core import ffi, lib
 from flexkv.backends.disk.records import Crew
 from flexkv.backends.remote.heads import checksums
 from flexkv.completion import Completions
+from flexkv.errors import CapacityError, InputError
 from flexkv.memory import Arena
 from flexkv.model import KeyArray, SlotIds
 
+SUM_BYTES = 8  # of a checksum, behind its block
 _INLINE_BYTES = 1 << 20  # some 100 us
-_PIECE_BYTES = 1 << 20  # whose checksums are taken at once
 
 
 class Sums:
@@ -31,54 +35,61 @@ class Sums:
             CapacityError: all tickets are out.
         """
         if len(slots) * self._block_bytes <= _INLINE_BYTES:
-            return self.here(slots, keys)
+            return checksums(self._arena, slots, keys, self._block_bytes)
         return await self._crew.begin_checksums(slots, keys).result()
 
-    def here(self, slots: SlotIds, keys: KeyArray) -> NDArray[np.uint64]:
-        """Do the same in the thread that calls."""
-        return checksums(self._arena, slots, keys, self._block_bytes)
 
+class Passage:
+    """Blocks in arena `slots` on their way through a socket, in this order, each with its checksum
+    behind it.
 
-class Arrival:
-    """Blocks as they arrive one behind the other: `progress` takes the checksums of whole ones,
-    while they are in the cache of whoever received them.
+    `sums` are the checksums of what lies here, `told` what the other side says of what it sent;
+    both are complete for the first `whole` blocks.
+
+    Raises:
+        InputError: a slot is not in the arena.
+        CapacityError: no memory.
     """
 
-    def __init__(self, sums: Sums, slots: SlotIds, keys: KeyArray, block_bytes: int) -> None:
-        self._sums, self._slots, self._keys = sums, slots, keys
-        self._block_bytes = block_bytes
-        self._step = max(1, _PIECE_BYTES // block_bytes)
-        self._done = 0
-        self.got_bytes = 0
-        self.found = np.zeros(len(slots), np.uint64)
+    def __init__(self, arena: Arena, slots: SlotIds, keys: KeyArray, block_bytes: int) -> None:
+        if len(slots) and int(slots.max()) >= arena.slots:
+            raise InputError(f"slot {slots.max()} is not in an arena of {arena.slots} slots")
+        slots, keys = np.ascontiguousarray(slots, np.uint32), np.ascontiguousarray(keys, np.uint64)
+        self._keep = (arena.view(0), slots, keys)  # a view keeps the memory mapped
+        self._frame_bytes = block_bytes + SUM_BYTES
+        self.sums, self.told = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
+        made = lib.fx_passage_open(
+            arena.base,
+            arena.stride_bytes,
+            ffi.from_buffer("uint32_t[]", slots),
+            block_bytes,
+            ffi.from_buffer("uint64_t[]", keys),
+            len(slots),
+            ffi.from_buffer("uint64_t[]", self.sums),
+            ffi.from_buffer("uint64_t[]", self.told),
+        )
+        if made == ffi.NULL:
+            raise CapacityError(f"no memory for the passage of {len(slots)} blocks")
+        self._passage = ffi.gc(made, lib.fx_passage_close)
+        self.size_bytes = len(slots) * self._frame_bytes
 
-    def progress(self, got_bytes: int) -> None:
-        """Say how many bytes there are."""
-        self.got_bytes = got_bytes
-        if self.whole - self._done >= self._step or self.whole == len(self._slots):
-            self._take(self.whole)
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that have passed, checksums included."""
+        return lib.fx_passage_moved(self._passage)
 
     @property
     def whole(self) -> int:
-        """Blocks that have come whole."""
-        return self.got_bytes // self._block_bytes
+        """Blocks that have passed with their checksums."""
+        return self.moved_bytes // self._frame_bytes
 
-    def finish(self) -> None:
-        """Take the checksums of what came last, after it has ended early: less than a piece."""
-        self._take(self.whole)
+    def move(
+        self, verb: Literal["send", "receive"], descriptor: int, most_bytes: int, patience_ms: int
+    ) -> int:
+        """Move on over a socket that does not block, in the thread that calls, without its lock.
 
-    def _take(self, end: int) -> None:
-        part = slice(self._done, end)
-        self.found[part] = self._sums.here(self._slots[part], self._keys[part])
-        self._done = end
-
-
-def views_of(arena: Arena, slots: SlotIds, block_bytes: int) -> list[memoryview]:
-    """Return the bytes of blocks in arena `slots`, in their order; neighbours without a gap are one
-    view.
-    """
-    if block_bytes < arena.stride_bytes:
-        return [arena.view(int(slot))[:block_bytes].data for slot in slots]
-    borders = np.flatnonzero(np.diff(slots.astype(np.int64)) != 1) + 1
-    runs = np.split(slots, borders) if len(slots) else []
-    return [arena.rows(int(run[0]), len(run)).reshape(-1).data for run in runs]
+        Returns 1 when all has passed, 0 after `most_bytes`, else an errno, below 0: -EAGAIN where
+        it stood still for `patience_ms`, -ENODATA where the other side has ended.
+        """
+        call = lib.fx_passage_send if verb == "send" else lib.fx_passage_receive
+        return call(self._passage, descriptor, most_bytes, patience_ms)

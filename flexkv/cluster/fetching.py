@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flexkv.backends.remote.breaker import Breaker
 from flexkv.cluster import peerwire as wire
-from flexkv.cluster.blocks import Arrival, Sums, views_of
+from flexkv.cluster.blocks import Passage, Sums
 from flexkv.cluster.peerlink import Cost, Grant, Me, PeerLink, RefusedError
 from flexkv.errors import CapacityError, ConfigError, TransferError
 from flexkv.model import DAMAGED, FAILED, LANDED, SKIPPED, KeyArray, SlotIds, Statuses
@@ -175,10 +175,8 @@ class Fetcher:
         began, courier = self._now(), self._courier
         place = self._nodes.address(node, courier.name) if courier else None
 
-        def room(landed: NDArray[np.int64]) -> tuple[list[memoryview], Arrival]:
-            targets = slots[landed]
-            arrival = Arrival(self._sums, targets, keys[landed], size)
-            return views_of(self._arena, targets, size), arrival
+        def room(landed: NDArray[np.int64]) -> Passage:
+            return Passage(self._arena, slots[landed], keys[landed], size)
 
         self.requests += 1
         grant = await peer.link.lease(
@@ -189,18 +187,17 @@ class Fetcher:
             room=None if place else room,
         )
         statuses, landed = grant.statuses, grant.landed
-        targets, sums = slots[landed], np.empty(0, np.uint64)
+        targets, sums, told = slots[landed], np.empty(0, np.uint64), grant.checksums
         if courier is not None and place and len(landed):
             statuses[landed] = await self._pull(
                 peer.link, courier, place, grant, targets, epoch, began + deadline_s - self._now()
             )
             sums = await self._sums.of(targets, keys[landed])
         elif grant.arrival is not None:
-            grant.arrival.finish()
             statuses[landed[grant.arrival.whole :]] = FAILED
-            sums = grant.arrival.found
+            sums, told = grant.arrival.sums, grant.arrival.told
         elapsed_s = self._now() - began
-        wrong = (statuses[landed] == LANDED) & (sums != grant.checksums)
+        wrong = (statuses[landed] == LANDED) & (sums != told)
         if wrong.any() and grant.late:  # their places were others' by then
             statuses[landed[wrong]] = SKIPPED
         elif wrong.any():

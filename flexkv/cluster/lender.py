@@ -185,10 +185,6 @@ class Lender:
         finally:
             self.leases.end(loan.lease)
 
-    def vouch_here(self, loan: Loan) -> NDArray[np.uint64]:
-        """Do the same in the thread that calls, for whoever keeps the lease meanwhile."""
-        return self._sums.here(loan.slots, loan.keys)
-
     def _lendable(self, blocks: BlockIds) -> BoolArray:
         """Which entries are readable in the host, or on disk."""
         known: BoolArray = blocks != NO_BLOCK

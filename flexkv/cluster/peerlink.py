@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster import tcp
-from flexkv.cluster.blocks import Arrival
+from flexkv.cluster.blocks import Passage
 from flexkv.cluster.leases import Token
 from flexkv.errors import CapacityError, TransferError
 from flexkv.model import LANDED, MISSING, SKIPPED, KeyArray, Statuses
@@ -72,7 +72,8 @@ def _blend(old: float, new: float) -> float:
 class Grant:
     """An owner's answer: a status for each key; token, slots there and checksums of those LANDED.
 
-    `arrival` says which of their bytes have come, in this order; `error` why not all of them.
+    `arrival` says which of them have come, in this order, and what checksums they should have;
+    `error` why not all of them.
     """
 
     token: Token
@@ -83,7 +84,7 @@ class Grant:
     checksums: NDArray[np.uint64]
     welcome: wire.Welcome
     answered_s: float = 0.0  # after it was asked
-    arrival: Arrival | None = None
+    arrival: Passage | None = None
     error: str = ""
     late: bool = False  # it was over before it was released
 
@@ -101,8 +102,8 @@ class _Line:
     used: bool = False
 
 
-Room: TypeAlias = Callable[[NDArray[np.int64]], tuple[list[memoryview], Arrival]]
-"""Where blocks belong, and who hears of them, given their positions among the keys."""
+Room: TypeAlias = Callable[[NDArray[np.int64]], Passage]
+"""Where blocks belong, given their positions among the keys."""
 
 
 class PeerLink:
@@ -231,20 +232,19 @@ class PeerLink:
     ) -> None:
         asked = self._now()
         answer = await self._answer(line, request, wire.Leased)
-        grant = _checked(answer, len(request.keys) // wire.KEY_BYTES, line.welcome)
+        grant = _checked(answer, request, line.welcome)
         grant.answered_s = self._now() - asked
         grants.append(grant)
         if room is None or not len(grant.landed):
             return
 
-        views, arrival = room(grant.landed)
-        grant.arrival = arrival
+        grant.arrival = arrival = room(grant.landed)
         try:
-            await line.link.receive_into(views, arrival.progress)
+            await line.link.receive_blocks(arrival)
         except OSError as error:
             grant.error = repr(error)
         if arrival.whole < len(grant.landed):
-            grant.error = grant.error or f"the connection ended after {arrival.got_bytes} bytes"
+            grant.error = grant.error or f"the connection ended after {arrival.moved_bytes} bytes"
             line.link.close()
 
     async def _answer(self, line: _Line, request: wire.Lease | wire.Release, kind: type[T]) -> T:
@@ -290,12 +290,13 @@ class PeerLink:
         return _Line(link, welcome)
 
 
-def _checked(answer: wire.Leased, count: int, welcome: wire.Welcome) -> Grant:
+def _checked(answer: wire.Leased, request: wire.Lease, welcome: wire.Welcome) -> Grant:
     """Take an answer apart.
 
     Raises:
         ProtocolError: its parts do not fit each other, or what was asked.
     """
+    count = len(request.keys) // wire.KEY_BYTES
     statuses = wire.numbers_from_bytes(answer.statuses, "u1", count).astype(np.uint8)
     landed = np.flatnonzero(statuses == LANDED)
     if len(landed) < count:
@@ -304,12 +305,13 @@ def _checked(answer: wire.Leased, count: int, welcome: wire.Welcome) -> Grant:
             raise wire.ProtocolError(f"statuses {statuses} are none of an owner's")
     if len(landed) and not answer.token:
         raise wire.ProtocolError("blocks without a lease")
+    sums = 0 if request.read else len(landed)
     return Grant(
         Token(welcome.incarnation, answer.token),
         answer.ttl_ms / 1e3,
         statuses,
         landed,
         wire.numbers_from_bytes(answer.slots, "<u4", len(landed)).astype(np.uint32),
-        wire.numbers_from_bytes(answer.checksums, "<u8", len(landed)).astype(np.uint64),
+        wire.numbers_from_bytes(answer.checksums, "<u8", sums).astype(np.uint64),
         welcome,
     )

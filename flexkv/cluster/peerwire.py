@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flexkv.errors import TransferError
 from flexkv.model import KeyArray
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_BLOCKS = 1024  # of one request
 MAX_MESSAGE_BYTES = 1 << 16
 NONCE_BYTES = 32
@@ -74,8 +74,8 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
 
 
 class Lease(msgspec.Struct, tag="lease", array_like=True):
-    """Hold these blocks for me, within `deadline_ms`; with `read`, send them behind the answer and
-    take the lease back."""
+    """Hold these blocks for me, within `deadline_ms`; with `read`, send them behind the answer,
+    each with its checksum behind it, and take the lease back."""
 
     request: Number
     incarnation: Number
@@ -86,8 +86,9 @@ class Lease(msgspec.Struct, tag="lease", array_like=True):
 
 
 class Leased(msgspec.Struct, tag="leased", array_like=True):
-    """An IOStatus for each key; of those LANDED, which alone are on lease: arena slots and
-    checksums, bound to the keys. Token 0: there are none. Time counts from when it was asked."""
+    """An IOStatus for each key; of those LANDED, which alone are on lease: arena slots and, unless
+    they are read here and now, checksums, bound to the keys. Token 0: there are none. Time counts
+    from when it was asked."""
 
     request: Number
     token: Number

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster import tcp
-from flexkv.cluster.blocks import views_of
+from flexkv.cluster.blocks import Passage
 from flexkv.cluster.leases import LeaseError, Token
 from flexkv.cluster.lender import Lender, Loan
 from flexkv.errors import CapacityError, FlexKVError
@@ -31,6 +31,7 @@ _JOIN_S = 5.0  # for a stranger to prove itself
 _LONGEST_S = 60.0  # that a reader may wait for a lease
 _SENDERS = 2  # threads that send blocks
 _MOST_CONNECTIONS = 256
+_NO_SUMS = np.empty(0, np.uint64)
 
 
 class PeerServer:
@@ -194,11 +195,10 @@ class PeerServer:
         assert lease is not None
         table.begin(lease.token, self._lender.now())
         try:
-            views = views_of(self._arena, loan.slots, self._block_bytes)
+            passage = Passage(self._arena, loan.slots, loan.keys, self._block_bytes)
             with anyio.fail_after(table.ttl_s):
-                await link.send(
-                    lambda: self._leased(request, loan, self._lender.vouch_here(loan)), views
-                )
+                await link.send(self._leased(request, loan, _NO_SUMS))
+                await link.send_blocks(passage)
             self.sent_blocks += len(loan.slots)
         finally:
             self._take_back(loan)

@@ -1,9 +1,9 @@
 """One connection between two nodes: framed messages, and blocks straight between socket and arena.
 
-`listen_at`, `connect_to` - `Wire`: `send` (a message, and views behind it), `receive` (a message),
-`receive_into` (views), `close`. The socket does not block. What is large moves in a thread, for as
-long as it flows; where it stalls, no thread is held: the loop waits for the socket. Time limits are
-the caller's.
+`listen_at`, `connect_to` - `Wire`: `send`, `receive` (a message), `send_blocks`, `receive_blocks`
+(a passage, see `flexkv.cluster.blocks`), `cut`, `close`. The socket does not block. Blocks move in
+a thread, for as long as they flow; where they stall, no thread is held: the loop waits for the
+socket. Time limits are the caller's.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Literal
 
 import anyio
 import anyio.to_thread
 
+from flexkv.cluster.blocks import Passage
 from flexkv.cluster.peerwire import MAX_MESSAGE_BYTES, ProtocolError
 from flexkv.errors import ConfigError
 
@@ -29,16 +29,8 @@ _MAGIC = b"FXP1"
 _SOCKET_BYTES = 4 << 20
 # an idle connection to a machine that has vanished ends after a minute
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-_INLINE_BYTES = 128 << 10  # moved on the loop: some 30 us
-_STINT_BYTES = 16 << 20  # moved in a thread before the loop looks at its clock again
+_STINT_BYTES = 32 << 20  # moved in a thread before the loop looks at its clock again
 _PATIENCE_MS = 5  # that a thread waits for a socket before the loop does
-_MOST_VIEWS = 128  # of one call: what it can move is limited by the socket anyway
-
-Move: TypeAlias = Callable[[list[memoryview]], int]
-
-
-def _uninterested(moved: int) -> None:
-    """Take no notice of progress."""
 
 
 class Wire:
@@ -60,22 +52,18 @@ class Wire:
             return "{}:{}".format(*self._socket.getpeername()[:2])
         return "nobody"
 
-    async def send(
-        self, message: bytes | Callable[[], bytes], views: Sequence[memoryview] = ()
-    ) -> None:
-        """Send a message and what follows it, copying nothing together. A message that is work to
-        make is made where the views move.
+    async def send(self, message: bytes) -> None:
+        """Send a message.
 
         Raises:
             OSError: the connection is broken.
         """
-        moving = [view for view in views if len(view)]
-
-        def begin() -> None:
-            packet = message() if callable(message) else message
-            moving.insert(0, memoryview(_FRAME.pack(_MAGIC, len(packet)) + packet))
-
-        await self._move(moving, self._send, anyio.wait_writable, begin=begin)
+        left = memoryview(_FRAME.pack(_MAGIC, len(message)) + message)
+        while len(left):
+            try:
+                left = left[self._socket.send(left, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                await anyio.wait_writable(self._socket)
 
     async def receive(self) -> bytearray:
         """Receive one message.
@@ -86,7 +74,7 @@ class Wire:
             ProtocolError: it is no message, or a part of one.
         """
         head = bytearray(_FRAME.size)
-        got = await self.receive_into([memoryview(head)])
+        got = await self._fill(head)
         if got == 0:
             raise EOFError("the other side has closed the connection")
         if got < len(head):
@@ -95,20 +83,26 @@ class Wire:
         if magic != _MAGIC or not 0 < size <= MAX_MESSAGE_BYTES:
             raise ProtocolError(f"{magic!r} with {size} bytes is not the beginning of a message")
         body = bytearray(size)
-        got = await self.receive_into([memoryview(body)])
+        got = await self._fill(body)
         if got < size:
             raise ProtocolError(f"the connection ended after {got} of {size} bytes of a message")
         return body
 
-    async def receive_into(
-        self, views: Sequence[memoryview], progress: Callable[[int], None] = _uninterested
-    ) -> int:
-        """Fill views, in order; returns the bytes received: fewer only where the other side ended.
+    async def send_blocks(self, passage: Passage) -> None:
+        """Send blocks.
 
-        `progress` is told how many bytes there are, where they move: in a thread when many do.
+        Raises:
+            OSError: the connection is broken.
         """
-        moving = [view for view in views if len(view)]
-        return await self._move(moving, self._receive, anyio.wait_readable, progress)
+        await self._pass("send", passage, anyio.wait_writable)
+
+    async def receive_blocks(self, passage: Passage) -> None:
+        """Receive blocks: all of them, unless the other side ends before.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        await self._pass("receive", passage, anyio.wait_readable)
 
     def cut(self) -> None:
         """End the connection for both sides, whatever its task is doing: that one closes it."""
@@ -124,90 +118,35 @@ class Wire:
 
     # --- inside
 
-    def _send(self, views: list[memoryview]) -> int:
-        return self._socket.sendmsg(views[:_MOST_VIEWS], [], socket.MSG_NOSIGNAL)
+    async def _fill(self, room: bytearray) -> int:
+        """Receive as many bytes as fit; returns how many: fewer only where the other side ended."""
+        got, views = 0, memoryview(room)
+        while got < len(room):
+            try:
+                now = self._socket.recv_into(views[got:])
+            except BlockingIOError:
+                await anyio.wait_readable(self._socket)
+                continue
+            if not now:
+                break
+            got += now
+        return got
 
-    def _receive(self, views: list[memoryview]) -> int:
-        return self._socket.recvmsg_into(views[:_MOST_VIEWS])[0]
-
-    async def _move(
+    async def _pass(
         self,
-        views: list[memoryview],
-        call: Move,
+        verb: Literal["send", "receive"],
+        passage: Passage,
         wait: Callable[[socket.socket], Awaitable[None]],
-        progress: Callable[[int], None] = _uninterested,
-        begin: Callable[[], None] | None = None,
-    ) -> int:
-        """Move views until all is moved or the other side ended; returns the bytes moved."""
-        patience_ms = _PATIENCE_MS if sum(map(len, views)) > _INLINE_BYTES else 0
-        events = select.POLLOUT if wait is anyio.wait_writable else select.POLLIN
-        stint = _Stint(self._socket, views, call, events, patience_ms, progress, begin)
-        while True:
-            if patience_ms:
-                await anyio.to_thread.run_sync(stint.run, limiter=self._threads)
-            else:
-                stint.run()
-            if stint.error is not None:
-                raise stint.error
-            if stint.ended or not views:
-                return stint.moved
-            await wait(self._socket)
-
-
-@dataclass(slots=True)
-class _Stint:
-    """Moves bytes until the socket stalls, perhaps in a thread; takes from `views` what is done."""
-
-    connection: socket.socket
-    views: list[memoryview]
-    call: Move
-    events: int
-    patience_ms: int
-    progress: Callable[[int], None]
-    begin: Callable[[], None] | None
-    moved: int = 0
-    ended: bool = False
-    error: OSError | None = None
-
-    def run(self) -> None:
-        """Move what can be moved now."""
-        begin, self.begin = self.begin, None
-        if begin is not None:
-            begin()
-        until = self.moved + _STINT_BYTES
-        try:
-            while self.views and self.moved < until:
-                try:
-                    now = self.call(self.views)
-                except BlockingIOError:
-                    if self.patience_ms and _is_ready(
-                        self.connection, self.events, self.patience_ms
-                    ):
-                        continue
-                    return
-                if not now:
-                    self.ended = True
-                    return
-                self._advance(now)
-                self.progress(self.moved)
-        except OSError as error:
-            self.error = error
-
-    def _advance(self, now: int) -> None:
-        self.moved += now
-        views, done = self.views, 0
-        while done < len(views) and now >= len(views[done]):
-            now -= len(views[done])
-            done += 1
-        del views[:done]
-        if now:
-            views[0] = views[0][now:]
-
-
-def _is_ready(connection: socket.socket, events: int, patience_ms: int) -> bool:
-    poll = select.poll()
-    poll.register(connection, events)
-    return bool(poll.poll(patience_ms))
+    ) -> None:
+        """Move blocks until all are moved or the other side ended."""
+        stint = partial(passage.move, verb, self._socket.fileno(), _STINT_BYTES, _PATIENCE_MS)
+        while (code := await anyio.to_thread.run_sync(stint, limiter=self._threads)) <= 0:
+            if code == -errno.ENODATA:
+                return
+            if code == -errno.EAGAIN:
+                await wait(self._socket)
+            elif code:
+                raise OSError(-code, os.strerror(-code))
 
 
 def parse(address: str) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from peer_rig import INCARNATION, SECRET, identity, keys_of, open_owner
 from rig import SPEC, prompt
 
 from flexkv.cluster import tcp
+from flexkv.cluster.blocks import Passage
 from flexkv.cluster.peerlink import Me, PeerLink
 from flexkv.cluster.peerwire import Handshake
 
@@ -34,7 +35,7 @@ async def owner(fault: str, ttl_s: str) -> None:
     """
     async with open_owner(ttl_s=float(ttl_s)) as mine:
         await mine.rig.put(prompt(1, BLOCKS))
-        lend, send = mine.lender.lend, tcp.Wire.send
+        lend, send = mine.lender.lend, tcp.Wire.send_blocks
         faults = [fault] if fault != "none" else []
 
         async def stalling(*arguments: Any) -> Any:
@@ -45,16 +46,18 @@ async def owner(fault: str, ttl_s: str) -> None:
                 await anyio.sleep_forever()
             return loan
 
-        async def halving(self: tcp.Wire, message: bytes, views: Any = ()) -> None:
-            if "half" in faults and views:
+        async def halving(self: tcp.Wire, passage: Passage) -> None:
+            if "half" in faults:
                 faults.clear()
-                await send(self, message, [views[0][: 3 * SPEC.block_bytes]])  # one run of slots
+                _, slots, keys = passage._keep
+                arena = mine.rig.kv._stack.arena
+                await send(self, Passage(arena, slots[:3], keys[:3], SPEC.block_bytes))
                 say("half")
                 await anyio.sleep_forever()
-            await send(self, message, views)
+            await send(self, passage)
 
         mine.lender.lend = stalling  # type: ignore[method-assign]
-        tcp.Wire.send = halving  # type: ignore[method-assign]
+        tcp.Wire.send_blocks = halving  # type: ignore[method-assign]
         say("ready", address=mine.address)
         while await anyio.to_thread.run_sync(sys.stdin.readline):
             await mine.unpinned()

@@ -26,6 +26,7 @@ from flexkv.model import DAMAGED, FAILED, LANDED, MISSING
 
 BLOCKS = 6
 ALL = range(BLOCKS)
+FRAME_BYTES = SPEC.block_bytes + 8  # a block, and its checksum
 TOKENS = prompt(1, BLOCKS)
 BRIEF = PeerSettings(timeout_ms=600, failures=100)
 
@@ -93,11 +94,13 @@ def true_answer(request: wire.Lease, token: int = 9) -> tuple[wire.Leased, bytes
     for i in range(BLOCKS):
         arena.view(i)[: SPEC.block_bytes] = pattern(TOKENS, i)
     sums = checksums(arena, slots, keys_of(TOKENS), SPEC.block_bytes)
-    body = b"".join(arena.view(i)[: SPEC.block_bytes].tobytes() for i in range(BLOCKS))
+    body = b"".join(
+        arena.view(i)[: SPEC.block_bytes].tobytes() + sums[i].tobytes() for i in range(BLOCKS)
+    )
     arena.close()
     statuses = bytes([LANDED] * BLOCKS)
     numbers = slots.astype("<u4").tobytes()
-    return wire.Leased(request.request, token, 10_000, statuses, numbers, sums.tobytes()), body
+    return wire.Leased(request.request, token, 10_000, statuses, numbers, b""), body
 
 
 async def hang() -> None:
@@ -148,9 +151,9 @@ async def tells_of_too_many_blocks(stream: Stream, request: wire.Lease) -> None:
     await hang()
 
 
-async def tells_of_too_few_checksums(stream: Stream, request: wire.Lease) -> None:
+async def tells_of_too_many_checksums(stream: Stream, request: wire.Lease) -> None:
     answer, body = true_answer(request)
-    answer.checksums = answer.checksums[:-8]
+    answer.checksums = bytes(8)
     await stream.send(framed(answer) + body)
     await hang()
 
@@ -181,7 +184,7 @@ NO_ANSWER = [
     announces_gigabytes,
     sends_a_message_of_another_kind,
     tells_of_too_many_blocks,
-    tells_of_too_few_checksums,
+    tells_of_too_many_checksums,
     makes_up_statuses,
     has_blocks_without_a_lease,
     closes,
@@ -220,7 +223,7 @@ async def test_bytes_that_are_not_the_blocks_are_never_taken() -> None:
     async def sends_other_bytes(stream: Stream, request: wire.Lease) -> None:
         answer, body = true_answer(request)
         changed = bytearray(body)
-        changed[2 * SPEC.block_bytes + 5] ^= 0x40
+        changed[2 * FRAME_BYTES + 5] ^= 0x40
         await stream.send(framed(answer) + changed)
         await hang()
 
@@ -234,8 +237,7 @@ async def test_the_blocks_of_other_keys_are_never_taken() -> None:
 
     async def swaps(stream: Stream, request: wire.Lease) -> None:
         answer, body = true_answer(request)
-        size = SPEC.block_bytes
-        answer.checksums = answer.checksums[8:16] + answer.checksums[:8] + answer.checksums[16:]
+        size = FRAME_BYTES
         await stream.send(framed(answer) + body[size : 2 * size] + body[:size] + body[2 * size :])
         await hang()
 
@@ -247,7 +249,7 @@ async def test_the_blocks_of_other_keys_are_never_taken() -> None:
 async def test_a_connection_cut_within_a_block_leaves_the_whole_ones_before_it() -> None:
     async def cuts(stream: Stream, request: wire.Lease) -> None:
         answer, body = true_answer(request)
-        await stream.send(framed(answer) + body[: 2 * SPEC.block_bytes + 100])
+        await stream.send(framed(answer) + body[: 2 * FRAME_BYTES + 100])
 
     known = Known()
     async with liar(known, cuts), open_reader(known, settings=BRIEF) as reader:

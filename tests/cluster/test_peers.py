@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,18 +258,19 @@ async def test_a_reader_gets_half_of_what_all_may_hold(known: Known) -> None:
         await owner.unpinned()
 
 
-async def test_bytes_that_do_not_fit_their_checksum_are_damaged(known: Known) -> None:
+async def test_a_block_that_is_vouched_for_under_another_key_is_damaged(known: Known) -> None:
     async with open_owner(known=known) as owner, open_reader(known) as reader:
         await owner.rig.put(prompt(1, BLOCKS))
         known.hold(ALL, 0)
-        vouch = owner.lender.vouch_here
+        lend = owner.lender.lend
 
-        def damaging(loan: Loan) -> Any:
-            sums = vouch(loan)
-            owner.rig.kv._stack.arena.view(int(loan.slots[2]))[7] ^= 1
-            return sums
+        async def confusing(*arguments: Any) -> Loan:
+            loan = await lend(*arguments)
+            keys = loan.keys.copy()
+            keys[2, 1] ^= np.uint64(1)
+            return replace(loan, keys=keys)
 
-        owner.lender.vouch_here = damaging  # type: ignore[method-assign]
+        owner.lender.lend = confusing  # type: ignore[method-assign]
         statuses = await reader.read(prompt(1, BLOCKS))
         assert statuses.tolist() == [LANDED, LANDED, DAMAGED, LANDED, LANDED, LANDED]
 
