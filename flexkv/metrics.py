@@ -60,6 +60,7 @@ METRICS: dict[str, Series] = {
     "peer_read_blocks": Series("counter", "blocks asked of other nodes", ("status",)),
     "peer_requests": Series("counter", "requests to other nodes"),
     "peer_sent_blocks": Series("counter", "blocks sent to other nodes"),
+    "peer_fallback_blocks": Series("counter", "blocks that TCP brought, not the courier"),
     "peer_strangers": Series("counter", "connections that were turned away"),
     "peer_unknown_blocks": Series("counter", "holdings that could not be kept", ("reason",)),
     "peer_nodes": Series("gauge", "other nodes that hold something"),

@@ -85,6 +85,11 @@ class Directory:
         self._wanted_state = "draining" if wanted else None
         self._publisher.hurry()
 
+    def move(self, courier: str, address: str) -> None:
+        """Tell everybody where a courier of this node is reached from now on; "": nowhere."""
+        self._publisher.move(courier, address)
+        self._publisher.hurry()
+
     def start_over(self) -> None:
         """Read all that others hold again: the books were emptied (a local reset)."""
         self._follower.start_over()

@@ -6,6 +6,7 @@ others) - `Courier` (another engine than plain TCP moves the bytes) - `PeerSetti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -59,6 +60,10 @@ class Courier(Protocol):
         """
         ...
 
+    async def watch(self, moved: Callable[[str], None]) -> None:
+        """Keep alive what others read from; say where it is whenever that changes ("": nowhere)."""
+        ...
+
     async def fetch(
         self, address: str, grant: Grant, offsets: NDArray[np.uint64], slots: SlotIds
     ) -> Statuses:
@@ -88,6 +93,7 @@ class _Peer:
 
     link: PeerLink
     breaker: Breaker
+    courier: Breaker  # of another engine than plain TCP
     costs: dict[int, Cost] = field(default_factory=dict)
 
     def cost(self, medium: int) -> Cost:
@@ -112,6 +118,7 @@ class Fetcher:
         self._threads = anyio.CapacityLimiter(_THREADS)
         self._peers: dict[int, _Peer] = {}
         self.requests = 0  # so far
+        self.fallback_blocks = 0  # that came over TCP because the courier did not bring them
 
     def cost(self, node: int, medium: int) -> Cost:
         """What reads from a medium of a node have taken."""
@@ -140,10 +147,9 @@ class Fetcher:
             size, cost = len(part.keys[piece]) * self._me.block_bytes, peer.cost(medium)
             cost.pending_bytes += size
             try:
-                deadline_s = max(0.001, ends - self._now())
-                statuses[piece] = await self._lease(
+                statuses[piece] = await self._request(
                     node, peer, cost, part.keys[piece], part.host_slots[piece],
-                    incarnation, epoch, deadline_s,
+                    incarnation, epoch, ends,
                 )  # fmt: skip
             except (CapacityError, RefusedError) as error:  # it is well, and says no
                 log.debug("peer.no", node=node, error=str(error))
@@ -156,6 +162,47 @@ class Fetcher:
                 cost.pending_bytes -= size
         return statuses
 
+    async def _request(
+        self,
+        node: int,
+        peer: _Peer,
+        cost: Cost,
+        keys: KeyArray,
+        slots: SlotIds,
+        incarnation: int,
+        epoch: int,
+        ends: float,
+    ) -> Statuses:
+        """Read blocks through the courier, and what that does not bring, or all of them while it
+        counts as down, over TCP.
+
+        Raises: as `PeerLink.lease`.
+        """
+        courier, place = self._courier, None
+        if courier and (listed := self._nodes.address(node, courier.name)):
+            if peer.courier.admits(self._now()):
+                place = listed
+            else:
+                self.fallback_blocks += len(keys)
+        common = (incarnation, epoch)
+        left_s = max(0.001, ends - self._now())
+        statuses = await self._lease(node, peer, cost, keys, slots, *common, left_s, place)
+        if courier is None or place is None:
+            return statuses
+        failed = np.flatnonzero(statuses == FAILED)
+        if not len(failed):
+            if peer.courier.succeeded():
+                log.info("peer.courier_up", node=node, courier=courier.name)
+            return statuses
+        if peer.courier.failed(self._now()):
+            log.warning("peer.courier_down", node=node, courier=courier.name, place=place)
+        if (left_s := ends - self._now()) > 0:
+            self.fallback_blocks += len(failed)
+            statuses[failed] = await self._lease(
+                node, peer, cost, keys[failed], slots[failed], *common, left_s, None
+            )
+        return statuses
+
     async def _lease(
         self,
         node: int,
@@ -166,14 +213,15 @@ class Fetcher:
         incarnation: int,
         epoch: int,
         deadline_s: float,
+        place: str | None,
     ) -> Statuses:
-        """Lease and read blocks of one request, and verify what came.
+        """Lease and read blocks of one request, and verify what came: from `place` through the
+        courier, or over TCP.
 
         Raises: as `PeerLink.lease`.
         """
         size = self._me.block_bytes
         began, courier = self._now(), self._courier
-        place = self._nodes.address(node, courier.name) if courier else None
 
         def room(landed: NDArray[np.int64]) -> Passage:
             return Passage(self._arena, slots[landed], keys[landed], size)
@@ -189,8 +237,9 @@ class Fetcher:
         statuses, landed = grant.statuses, grant.landed
         targets, sums, told = slots[landed], np.empty(0, np.uint64), grant.checksums
         if courier is not None and place and len(landed):
+            left_s = began + deadline_s - self._now()
             statuses[landed] = await self._pull(
-                peer.link, courier, place, grant, targets, epoch, began + deadline_s - self._now()
+                peer.link, courier, place, grant, targets, epoch, left_s / 2
             )
             sums = await self._sums.of(targets, keys[landed])
         elif grant.arrival is not None:
@@ -208,7 +257,8 @@ class Fetcher:
         else:
             if peer.breaker.succeeded():
                 log.info("peer.up", node=node, address=peer.link.address)
-            cost.measured(grant.answered_s, len(landed) * size, elapsed_s - grant.answered_s)
+            if not (statuses[landed] == FAILED).any():
+                cost.measured(grant.answered_s, len(landed) * size, elapsed_s - grant.answered_s)
         return statuses
 
     async def _pull(
@@ -228,12 +278,10 @@ class Fetcher:
                 answer = await courier.fetch(place, grant, grant.offsets(), slots)
                 statuses = as_statuses(answer, len(slots)).copy()
         except Exception as error:
-            grant.error = repr(error)
+            log.debug("peer.courier", address=place, error=repr(error))
         finally:
             with anyio.CancelScope(shield=True):
                 await self._let_go(link, grant, epoch)
-        if (statuses == FAILED).any() and not grant.error:
-            grant.error = f"{courier.name} did not bring all blocks"
         return statuses
 
     async def _let_go(self, link: PeerLink, grant: Grant, epoch: int) -> None:
@@ -257,6 +305,7 @@ class Fetcher:
         if peer is None and address is not None:
             settings = self._settings
             link = PeerLink(address, self._me, self._threads, settings.connections, self._now)
-            peer = _Peer(link, Breaker(settings.failures, settings.retry_ms / 1e3))
+            retry_s = settings.retry_ms / 1e3
+            peer = _Peer(link, Breaker(settings.failures, retry_s), Breaker(1, retry_s))
             self._peers[node] = peer
         return peer

@@ -162,7 +162,13 @@ class Member:
             reset: forgets everything here.
         """
         self._promote, self._reset = promote, reset
-        parts = {"directory": self.directory.run, "server": self.server.run}
+        parts: dict[str, Callable[[], Awaitable[None]]] = {
+            "directory": self.directory.run,
+            "server": self.server.run,
+        }
+        if self._courier is not None:
+            moved = partial(self.directory.move, self._courier.name)
+            parts["courier"] = partial(self._courier.watch, moved)
         async with anyio.create_task_group() as group:
             for name, part in parts.items():
                 group.start_soon(self._guarded, name, part)
@@ -220,6 +226,7 @@ class Member:
         for status in ("landed", "missing", "failed", "damaged", "skipped"):
             gauge("peer_read_blocks", partial(self.store.blocks.__getitem__, status), status=status)
         gauge("peer_requests", lambda: self.store.requests)
+        gauge("peer_fallback_blocks", lambda: self.store.fallback_blocks)
         gauge("peer_sent_blocks", lambda: self.server.sent_blocks)
         gauge("peer_strangers", lambda: self.server.strangers)
         gauge("peer_leases", lambda: len(self.lender.leases))

@@ -1,6 +1,7 @@
 """Blocks between nodes by Mooncake's Transfer Engine: `MooncakeCourier`, one-sided batched reads.
 
-`lend` (let others read our arena) - `fetch` - `aclose`.
+`lend` (let others read our arena), `watch` (and again, whenever the engine for that has ended) -
+`fetch` - `aclose`.
 Engines run in children (see `flexkv.backends.remote.mooncake_process`): one that lends, and some
 that fetch, one batch each at a time. A fetch that is given up ends with its child, so that no byte
 lands later; the next one has another child.
@@ -8,7 +9,8 @@ lands later; the next one has another child.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,6 +28,7 @@ from flexkv.model import FAILED, LANDED, SlotIds, Statuses
 from flexkv.telemetry import log
 
 _START_S = 30.0  # for our own engine
+_RESTART_S, _LONGEST_S = 0.2, 30.0  # between attempts to have another one
 
 
 class CourierSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -96,6 +99,7 @@ class MooncakeCourier:
         self._lending = MooncakeProcess(setup, [arena], 1)
         self._fetching = [MooncakeProcess(setup, [arena], 1) for _ in range(settings.fetches)]
         self._idle = list(self._fetching)
+        self.restarts = 0  # of the engine that lends, so far
         self._room = anyio.Semaphore(settings.fetches)
         self._threads = anyio.CapacityLimiter(settings.fetches)
 
@@ -114,13 +118,56 @@ class MooncakeCourier:
             process.setup["host"] = self._host or host
         for process in (self._lending, self._fetching[0]):
             await anyio.to_thread.run_sync(process.start)
-        work = partial(self._lending.call, 0, _START_S, "where")
         try:
-            session, base = await anyio.to_thread.run_sync(work)
+            return await self._where()
         except OSError as error:
             await self.aclose()
             raise ConfigError(f"courier mooncake: no engine: {error}") from error
+
+    async def watch(self, moved: Callable[[str], None]) -> None:
+        """See `flexkv.cluster.fetching.Courier`. Where processes cannot be watched: do nothing."""
+        while True:
+            try:
+                await self._ended()
+            except OSError as error:
+                log.warning("peer.engine_unwatched", error=str(error))
+                return
+            why = await anyio.to_thread.run_sync(self._lending.forget)
+            wait_s = _RESTART_S
+            log.warning("peer.engine_ended", why=why)
+            moved("")
+            while True:
+                try:
+                    place = await self._where()
+                except OSError as error:
+                    log.debug("peer.engine_waits", error=str(error), wait_s=wait_s)
+                    await anyio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, _LONGEST_S)
+                else:
+                    break
+            self.restarts += 1
+            log.info("peer.engine_back", place=place)
+            moved(place)
+
+    async def _where(self) -> str:
+        """Start the engine that lends, if there is none, and return its address.
+
+        Raises:
+            OSError: it does not start.
+        """
+        work = partial(self._lending.call, 0, _START_S, "where")
+        session, base = await anyio.to_thread.run_sync(work)
         return f"{session}/{base:x}"
+
+    async def _ended(self) -> None:
+        """Wait until the engine that lends has ended."""
+        watched = self._lending.watched()
+        if watched is None:
+            return
+        try:
+            await anyio.wait_readable(watched)
+        finally:
+            os.close(watched)
 
     async def fetch(
         self, address: str, grant: Grant, offsets: NDArray[np.uint64], slots: SlotIds

@@ -126,6 +126,11 @@ class PeerStore:
         """Requests to peers, so far."""
         return self._fetcher.requests if self._fetcher else 0
 
+    @property
+    def fallback_blocks(self) -> int:
+        """Blocks that were read over TCP because the courier did not bring them, so far."""
+        return self._fetcher.fallback_blocks if self._fetcher else 0
+
     # --- reading
 
     async def read(self, batch: BlockIO) -> Statuses:

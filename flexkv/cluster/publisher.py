@@ -82,6 +82,15 @@ class Publisher:
         self.record = msgspec.structs.replace(self.record, state=state)
         self._changed = True
 
+    def move(self, courier: str, address: str) -> None:
+        """Show where a courier is now, from the next heartbeat on; "": nowhere."""
+        addresses = dict(self.record.addresses)
+        addresses.pop(courier, None)
+        if address:
+            addresses[courier] = address
+        self.record = msgspec.structs.replace(self.record, addresses=addresses)
+        self._changed = True
+
     def hurry(self) -> None:
         """Have a heartbeat now."""
         self._next_beat = 0.0

@@ -14,6 +14,7 @@ import pytest
 from cluster_rig import knows, member, open_node
 from peer_rig import Known, Owner, keys_of, open_owner, open_reader
 from rig import SPEC, prompt
+from structlog.testing import capture_logs
 
 from flexkv.backends.remote.mooncake_process import HINT, installed
 from flexkv.cluster.fetching import PeerSettings
@@ -21,7 +22,7 @@ from flexkv.cluster.mooncake_courier import MooncakeCourier, parse
 from flexkv.cluster.peerlink import Grant
 from flexkv.errors import ConfigError
 from flexkv.memory import Arena
-from flexkv.model import DAMAGED, FAILED, LANDED, SlotIds, Statuses
+from flexkv.model import DAMAGED, LANDED, SlotIds, Statuses
 from flexkv.protocols import BlockIO
 from flexkv.testing.remote import RedisServer
 
@@ -98,7 +99,8 @@ async def test_an_engine_that_stands_still_is_given_up_and_writes_nothing_later(
         os.kill(lender.lending_pid, signal.SIGSTOP)
         try:
             with anyio.fail_after(30):
-                assert (await reader.read(prompt(1, BLOCKS))).tolist() == [FAILED] * BLOCKS
+                assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+            assert owner.server.sent_blocks == reader.store.fallback_blocks == BLOCKS
             reader.arena.rows(0, BLOCKS)[:] = 0xEE
             await owner.unpinned()
         finally:
@@ -130,16 +132,83 @@ async def test_a_reader_that_gives_up_leaves_no_byte_to_land(known: Known) -> No
         assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
 
 
-async def test_an_engine_that_was_killed_costs_its_blocks_and_no_pin(known: Known) -> None:
+async def test_an_engine_that_was_killed_costs_no_block_and_no_pin_and_is_told_once(
+    known: Known,
+) -> None:
+    """While it is away blocks come over TCP; it is tried again, without a word."""
+    settings = PeerSettings(timeout_ms=30_000, retry_ms=1)
+    with capture_logs() as logs:
+        async with (
+            lending(known) as (owner, lender),
+            open_reader(known, courier=fetching(5000), settings=settings) as reader,
+        ):
+            assert lender.lending_pid is not None
+            os.kill(lender.lending_pid, signal.SIGKILL)
+            with anyio.fail_after(60):
+                for _ in range(3):
+                    statuses = await reader.read(prompt(1, BLOCKS))
+                    assert statuses.tolist() == [LANDED] * BLOCKS
+            assert reader.store.fallback_blocks == owner.server.sent_blocks == 3 * BLOCKS
+            await owner.unpinned()
+    assert [entry["event"] for entry in logs].count("peer.courier_down") == 1
+    assert "peer.down" not in [entry["event"] for entry in logs]
+
+
+async def test_an_engine_that_fetches_is_replaced_when_it_was_killed(known: Known) -> None:
+    made: list[MooncakeCourier] = []
+
+    def courier(arena: Arena) -> MooncakeCourier:
+        made.append(fetching()(arena))
+        return made[0]
+
+    settings = PeerSettings(timeout_ms=30_000, retry_ms=1)
+    async with (
+        lending(known) as (owner, _),
+        open_reader(known, courier=courier, settings=settings) as reader,
+    ):
+        assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+        for process in made[0]._fetching:
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+        with anyio.fail_after(60):
+            assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+            sent = -1
+            while owner.server.sent_blocks != sent:  # until nothing comes over TCP any more
+                sent = owner.server.sent_blocks
+                assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+        assert owner.server.sent_blocks <= 3 * BLOCKS
+
+
+async def test_an_engine_that_others_read_from_comes_back_at_another_place(known: Known) -> None:
+    places: list[str] = []
+
+    def moved(place: str) -> None:
+        places.append(place)
+        known.addresses.pop((0, "mooncake"), None)
+        if place:
+            known.addresses[0, "mooncake"] = place
+            back.set()
+
+    settings = PeerSettings(timeout_ms=30_000, retry_ms=1)
     async with (
         lending(known) as (owner, lender),
-        open_reader(known, courier=fetching(5000), settings=PATIENT) as reader,
+        open_reader(known, courier=fetching(), settings=settings) as reader,
+        anyio.create_task_group() as group,
     ):
-        assert lender.lending_pid is not None
-        os.kill(lender.lending_pid, signal.SIGKILL)
-        with anyio.fail_after(30):
-            assert (await reader.read(prompt(1, BLOCKS))).tolist() == [FAILED] * BLOCKS
-        await owner.unpinned()
+        for life in (1, 2):
+            back, before = anyio.Event(), lender.lending_pid
+            if life == 1:
+                group.start_soon(lender.watch, moved)
+            assert before is not None
+            os.kill(before, signal.SIGKILL)
+            with anyio.fail_after(60):
+                await back.wait()
+            assert lender.lending_pid != before
+            assert lender.restarts == life
+            assert (await reader.read(prompt(1, BLOCKS))).tolist() == [LANDED] * BLOCKS
+            assert owner.server.sent_blocks == 0
+        assert [bool(place) for place in places] == [False, True] * 2
+        group.cancel_scope.cancel()
 
 
 class Spoiled:
@@ -157,6 +226,9 @@ class Spoiled:
         arena = self.owner.rig.kv._stack.arena
         arena.view(int(grant.slots[2]))[:] = 0x55
         return await self.inner.fetch(address, grant, offsets, slots)
+
+    async def watch(self, moved: Any) -> None:
+        await self.inner.watch(moved)
 
     async def aclose(self) -> None:
         await self.inner.aclose()
@@ -191,6 +263,18 @@ async def test_whole_nodes_read_each_other_through_it(redis_server: RedisServer)
         assert got.loaded == len(tokens)
         assert got.by_tier == {"host": 0, "peer": BLOCKS}
         assert member(a).server.sent_blocks == 0
+
+        number = member(b).holdings.join(f"{member(a).node}/{member(a).incarnation_number:x}")
+        before = member(b).address(number, "mooncake")
+        assert before is not None
+        engine = member(a)._courier
+        assert isinstance(engine, MooncakeCourier)
+        assert engine.lending_pid is not None
+        os.kill(engine.lending_pid, signal.SIGKILL)
+        with anyio.fail_after(60):
+            while (place := member(b).address(number, "mooncake")) in (before, None):
+                await anyio.lowlevel.checkpoint()
+        parse(place or "")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ gone. The next call starts another one.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -132,6 +133,21 @@ class MooncakeProcess:
     def mend(self) -> None:
         """Allow calls again."""
         self._cut = False
+
+    def watched(self) -> int | None:
+        """Return a descriptor that is readable once the child has ended, the caller's to close;
+        None where there is no child.
+
+        Raises:
+            OSError: processes cannot be watched here.
+        """
+        child = self._child
+        return os.pidfd_open(child.process.pid) if child else None
+
+    def forget(self) -> str:
+        """Let a child go that has ended, so that the next call starts another; says why it did."""
+        child = self._child
+        return self._drop(child) if child else "there is none"
 
     def close(self) -> None:
         """End the child: it may say goodbye, for a while. Blocks; twice is fine."""
