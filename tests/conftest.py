@@ -12,14 +12,21 @@ from pathlib import Path
 import pytest
 import structlog
 
+from flexkv import plugins
 from flexkv.testing.harness import Unsupported
 from flexkv.testing.remote import RedisServer
 
 sys.path.insert(0, str(Path(__file__).parent))
+from installed import install
 
 # name -> options: engines that overtake each other, and latencies at random
 _SIMULATED = '{"engines": 3, "streams": 4, "latency_us": 20, "jitter_us": 1500, "timeout_ms": 200}'
-DEVICES = {"cpu": "", "simulated": _SIMULATED, "simulated_direct": _SIMULATED}
+DEVICES = {
+    "cpu": "",
+    "simulated": _SIMULATED,
+    "simulated_direct": _SIMULATED,
+    "cuda_on_fake": '{"timeout_ms": 200, "jitter_us": 1500, "pin_chunk_bytes": 16384}',
+}
 
 HEAVY = {"torch", "transformers"}
 ABSENT = {name for name in HEAVY if find_spec(name) is None}
@@ -50,6 +57,19 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     if DEVICES[device]:
         os.environ |= {"FLEXKV_DEVICE": device, "FLEXKV_DEVICE_OPTIONS": DEVICES[device]}
+    if device == "cuda_on_fake":
+        _install_fakes(Path(config.rootpath, "build", "fakes"))
+
+
+def _install_fakes(site: Path) -> None:
+    """Let this process and its children find the fake CUDA's entry point."""
+    if not site.exists():
+        points = {"cuda_on_fake": "fake_cuda.backend:FakeCuda"}
+        install(site, "flexkv-fakes", points, {}, plugins.BACKENDS)
+    places = [str(site), str(Path(__file__).parent)]
+    sys.path[:0] = places
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, before] if before else places)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -105,6 +105,10 @@ def device_tensor(array: NDArray[Any], device: str = DEVICE) -> Any:
     """The array, in the memory of a device."""
     if device == "cpu":
         return array
+    if device == "cuda_on_fake":
+        import fake_cuda
+
+        return fake_cuda.like(array)
     from flexkv_simulated import like
 
     return like(array)

@@ -183,6 +183,8 @@ void fx_complete(void *ticket) { fx_settle((uint64_t)(uintptr_t)ticket, 0, 1); }
 
 void fx_fail(void *ticket, int error) { fx_settle((uint64_t)(uintptr_t)ticket, error ? error : EIO, 1); }
 
+void fx_refuse(void *ticket) { fx_fail(ticket, EIO); }
+
 /* Take the whole stack; turn it round, so that what finished first is told first. */
 static uint32_t take_finished(fx_hub *hub) {
   uint32_t list = atomic_exchange(&hub->head, NONE), turned = NONE;

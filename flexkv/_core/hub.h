@@ -22,6 +22,7 @@ uint32_t fx_hub_max_parts(void);                      /* most parts of one ticke
 uint64_t fx_ticket_take(fx_hub *hub, uint32_t parts); /* 0 when none is free, or parts is 0 or too large */
 void fx_complete(void *ticket);                       /* one part landed; any thread, no GIL needed */
 void fx_fail(void *ticket, int error);                /* one part failed with this errno; any thread */
+void fx_refuse(void *ticket);                         /* fx_fail with EIO, of the type of a host function */
 
 /* One part landed (error 0) or failed. `wake` 0 is for the loop's own thread, when it drains right after. */
 void fx_settle(uint64_t ticket, int error, int wake);

@@ -214,12 +214,14 @@ class FakeTensor:
         return np.ndarray(self.shape, self._word, self.memory.window(), self._offset, self._strides)
 
 
-def like(array: NDArray[Any], dtype: str | None = None, device: int = 0) -> FakeTensor:
+def like(
+    array: NDArray[Any], dtype: str | None = None, device: int = 0, source: Fake | None = None
+) -> FakeTensor:
     """A tensor in fake device memory with the shape, the strides and the content of `array`."""
     steps = list(zip(array.shape, array.strides, strict=True))
     low = sum(min(0, stride * (count - 1)) for count, stride in steps)
     high = sum(max(0, stride * (count - 1)) for count, stride in steps)
-    memory = Memory(high - low + array.itemsize, device)
+    memory = Memory(high - low + array.itemsize, device, source)
     made = FakeTensor(memory, array.shape, dtype or str(array.dtype), array.strides, -low)
     made.poke(array)
     return made

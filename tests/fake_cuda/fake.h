@@ -63,7 +63,7 @@ typedef struct fake_work {
 
 typedef struct fake_stream {
   int device, closing, running;
-  uint64_t given, done;
+  uint64_t given, done, void_from, void_to; /* void: what a lost context took with it */
   fake_work *first, *last;
   pthread_t thread;
   uint64_t random;
@@ -95,6 +95,7 @@ int fake_alive(const fake_memory *memory);
 fake_stream *fake_resolve(void *handle);
 fake_work *fake_make(int kind, uint32_t pieces);
 void fake_give(fake_stream *stream, fake_work *work);
+void fake_purge(int device); /* drop all that is queued */
 
 /* work.c: without the lock */
 int fake_do(fake_stream *stream, fake_work *work, uint64_t limit);

@@ -48,6 +48,7 @@ int fake_drawn(const char *name, int *fault, uint64_t *amount, int *error) {
 
 void fake_break_context(int device, int error) {
   if (!fake_context_error[device]) fake_context_error[device] = error;
+  fake_purge(device);
   pthread_cond_broadcast(&fake_changed);
 }
 

@@ -53,7 +53,7 @@ static void *run(void *argument) {
     s->running = 1;
     serve(s, work);
     s->running = 0;
-    if (!fake_context_error[s->device]) s->done = work->number;
+    if (work->number > s->done) s->done = work->number;
     free(work);
     pthread_cond_broadcast(&fake_changed);
   }
@@ -102,6 +102,18 @@ void fake_give(fake_stream *s, fake_work *work) {
     s->first = work;
   s->last = work;
   pthread_cond_broadcast(&fake_changed);
+}
+
+void fake_purge(int device) {
+  for (fake_stream *s = streams; s; s = s->next) {
+    if (s->device != device || s->done == s->given) continue;
+    for (fake_work *work = s->first, *next; work; work = next) {
+      next = work->next;
+      free(work);
+    }
+    s->first = s->last = NULL;
+    s->void_from = s->done + 1, s->void_to = s->done = s->given;
+  }
 }
 
 /* ---- calls ---------------------------------------------------------------------------------------------- */
@@ -186,7 +198,9 @@ API int cudaEventRecord(void *handle, void *stream) {
 API int cudaEventQuery(void *handle) {
   ENTER;
   fake_event *event = handle;
-  return fake_leave(event->stream && event->stream->done < event->number ? NOT_READY : OK);
+  const fake_stream *s = event->stream;
+  if (s && s->void_from <= event->number && event->number <= s->void_to) return fake_leave(LAUNCH_FAILURE);
+  return fake_leave(s && s->done < event->number ? NOT_READY : OK);
 }
 
 API int cudaStreamWaitEvent(void *stream, void *handle, unsigned flags) {
