@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from flexkv.backends.cuda.pins import PIECE_BYTES, Scratch
 from flexkv.backends.device import Job
 from flexkv.completion import Completions, Ticket
 from flexkv.telemetry import log
-
-if TYPE_CHECKING:
-    from asyncio import TimerHandle
 
 _SOON_S = 0.01
 THREADS = 512  # of a thread block; as in move.cu
@@ -147,7 +144,7 @@ class Watch:
     def __init__(self, completions: Completions, timeout_ms: int) -> None:
         self._completions, self._timeout_s = completions, timeout_ms / 1000
         self._out: dict[Launch, bool] = {}  # whether its work was over when last asked
-        self._next: TimerHandle | None = None
+        self._next: Any = None  # the handle of `call_later`
 
     def add(self, launch: Launch) -> None:
         """Look after a launch."""
