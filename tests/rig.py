@@ -290,8 +290,8 @@ async def open_rig(
             "disk_dirs": [path / f"d{i}" for i in range(dirs)],
         }
     async with KVManager(FlexKVConfig.load(**(config | settings))) as kv:
-        simulated = device_backend.startswith("simulated")
-        rig = Rig(kv, Device(device, device_backend if simulated else DEVICE))
+        apart = device_backend.startswith(("simulated", "cuda"))
+        rig = Rig(kv, Device(device, device_backend if apart else DEVICE))
         yield rig
         if not rig.closed and not kv._host.closed.is_set():
             await rig.check_idle()
