@@ -30,7 +30,7 @@ _SPARE_ENTRIES = 1024  # blocks that are pinned or interior while they are in no
 @dataclass(frozen=True, slots=True)
 class Brain:
     """What decides: where blocks are (`ledger`, over `index` and tiers), what moves (`planner`),
-    whether it is worth that (`worth`; None: always).
+    what that takes and whether it is worth it (`worth`; None: always).
     """
 
     index: PrefixIndex
@@ -140,7 +140,7 @@ def brain_for(
         keyed=keyed,
         foreign=(PEER,) if config.cluster_redis_url else (),
     )
-    if not config.fetch_or_recompute:
+    if not config.fetch_or_recompute and not config.cluster_redis_url:
         return brain
     worth = Worth(
         list(brain.ledger.tiers),
@@ -153,6 +153,9 @@ def brain_for(
             config.recompute_weight,
             config.fetch_margin,
             config.fetch_probe_s,
+            declines=config.fetch_or_recompute,
         ),
     )
+    if config.cluster_redis_url:  # what others hold may be nearer than the disk
+        brain.planner.routes.costs = worth
     return replace(brain, worth=worth)

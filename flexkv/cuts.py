@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flexkv.groups import GroupKeys, Match
-from flexkv.model import READY, BlockIds
 from flexkv.planner import Planner
 from flexkv.worth import Worth
 
@@ -40,9 +38,9 @@ def read(
         for blocks, group in zip(found.blocks, groups, strict=True)
         if group.window is None and len(blocks)
     ]
-    if worth is None or not chained:
+    if worth is None or not worth.limits.declines or not chained:
         return Cut(found, {}, found.end)
-    sources = [_sources(planner, blocks) for blocks in chained]
+    sources = [planner.routes.sources(blocks) for blocks in chained]
     keep = worth.keep(sources, first, now)
     if keep == len(chained[0]):
         return Cut(found, {}, found.end)
@@ -59,15 +57,3 @@ def read(
     counts = np.bincount(left, minlength=len(worth.tiers))
     names = zip(worth.tiers, counts.tolist(), strict=True)
     return Cut(kept, {tier: count for tier, count in names if count}, found.end)
-
-
-def _sources(planner: Planner, blocks: BlockIds) -> NDArray[np.int64]:
-    """The number of the tier that each block comes from: the host, or the first store."""
-    sources = np.zeros(len(blocks), np.int64)
-    away = planner.index.states(planner.host.number, blocks) != READY
-    away &= planner.ledger.landings(blocks) == 0
-    for store in planner.stores:
-        here = away & (planner.index.states(store.number, blocks) == READY)
-        sources[here] = store.number
-        away &= ~here
-    return sources

@@ -37,6 +37,7 @@ from flexkv.model import (
 )
 from flexkv.planned import GetPlan, PutPlan
 from flexkv.prompts import Prompts
+from flexkv.routes import Routes
 
 
 class Planner:
@@ -49,6 +50,7 @@ class Planner:
         self.index, self.host, self.stores = ledger.index, ledger.host, ledger.stores
         self.prompts = Prompts(self.index, self.host)
         self.chunk_blocks, self.chunks_in_flight = max(1, chunk_blocks), max(1, chunks_in_flight)
+        self.routes = Routes(ledger, self.chunk_blocks)
 
     # matching
 
@@ -105,7 +107,7 @@ class Planner:
         far = np.flatnonzero(~in_host & ~joinable)
         by_tier = {HOST: count - len(far)}
         if len(far):
-            saves = self._plan_reads(ops, by_tier, blocks, far, states, device_blocks)
+            saves = self._plan_reads(ops, by_tier, blocks, far, states, device_blocks, now)
         arrived = in_host if device_blocks is None else np.zeros(count, np.bool_)
         return GetPlan(
             TransferGraph(tuple(ops), blocks, keys, arrived, goal, priority), saves, by_tier
@@ -132,6 +134,7 @@ class Planner:
         far: NDArray[np.int64],
         states: NDArray[np.uint8],
         device_blocks: SlotIds | None,
+        now: float,
     ) -> TransferGraph | None:
         """Append the ops that bring `far` positions from the stores, in chunks so that legs
         overlap. Few chunks are read at a time: a store serves all it is asked for in turns, so that
@@ -156,10 +159,9 @@ class Planner:
         host_slots[promoted] = slots
         goes_to_host = np.zeros(len(blocks), np.bool_)
         goes_to_host[promoted] = True
-        for store in self.ledger.sources:
-            here = self.index.states(store.number, blocks[far]) == READY
-            mine, far = far[here], far[~here]
-            by_tier[store.name] = len(mine)
+        by_tier |= dict.fromkeys((store.name for store in self.ledger.sources), 0)
+        for store, mine in self.routes.split(blocks, far, now):
+            by_tier[store.name] += len(mine)
             store_slots = np.zeros(len(blocks), np.uint32)
             store_slots[mine] = self.index.slots(store.number, blocks[mine])
             reads: list[int] = []

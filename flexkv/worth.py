@@ -48,7 +48,8 @@ _BUSIEST = 0.98  # more is not believed: what is measured lags behind
 class WorthLimits:
     """What decides between fetching and computing; see the settings of the same names.
 
-    `prefill_tokens_per_s` of 0: nothing is known until `computed` was told often enough.
+    `prefill_tokens_per_s` of 0: nothing is known until `computed` was told often enough. Without
+    `declines` everything is fetched: it is known what that takes, and no more.
     """
 
     prefill_tokens_per_s: float = 0.0
@@ -56,6 +57,7 @@ class WorthLimits:
     weight: float = 1.0
     margin: float = 0.1
     probe_s: float = 10.0
+    declines: bool = True
 
 
 @dataclass(slots=True)
@@ -242,6 +244,14 @@ class Worth:
             sums = np.concatenate(([0.0], np.cumsum(left)))
             before += sums[shorter] + (len(left) - shorter) * sizes
         return before
+
+    def expected_s(self, tier: str, blocks: int) -> float | None:
+        """Return the seconds until `blocks` blocks of a tier are there, behind what it reads now;
+        None: not known.
+        """
+        line = self.fetching[tier]
+        size_bytes = self._flying[tier] + blocks * self.block_bytes
+        return line.seconds(float(size_bytes)) if line.known else None
 
     # for those who look
 

@@ -17,7 +17,7 @@ PACKAGE = Path(flexkv.__file__).parent
 VOCABULARY = "model errors"
 BRAIN = (
     "keys alone index groups order pool tier hints holds reads ledger spills offers prompts "
-    "planned planner layerwise coding tiercodec estimates worth cuts brain"
+    "routes planned planner layerwise coding tiercodec estimates worth cuts brain"
 )
 BODY = (
     "completion memory lanes waiting carriers admission engine background events plans request "
@@ -51,7 +51,9 @@ MAY_IMPORT = {
     "offers": f"ledger {VOCABULARY}",
     "prompts": f"groups index tier {VOCABULARY}",
     "planned": VOCABULARY,
-    "planner": f"groups index pool tier ledger planned prompts spills protocols {VOCABULARY}",
+    "planner": "groups index pool tier ledger planned prompts routes spills protocols "
+    f"{VOCABULARY}",
+    "routes": f"ledger tier {VOCABULARY}",
     "layerwise": VOCABULARY,
     "estimates": "",
     "worth": f"estimates {VOCABULARY}",
