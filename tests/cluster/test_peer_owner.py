@@ -217,10 +217,11 @@ class Late:
         pass
 
 
-@pytest.mark.parametrize(("place", "expected"), [("in time", LANDED), ("late", SKIPPED)])
+@pytest.mark.parametrize("place", ["in time", "late"])
 async def test_another_engine_pulls_what_is_on_lease_and_nothing_of_what_is_not(
-    place: str, expected: int
+    place: str,
 ) -> None:
+    """What it brought too late is not taken; TCP may bring it, as long as the owner has it."""
     known = Known()
     ttl_s = 0.2 if place == "late" else 20.0
     settings = PeerSettings(timeout_ms=20_000)
@@ -233,12 +234,12 @@ async def test_another_engine_pulls_what_is_on_lease_and_nothing_of_what_is_not(
             courier.reader = reader
             statuses = (await reader.read(TOKENS)).tolist()
         await owner.unpinned()
-        assert owner.server.sent_blocks == 0
+        assert DAMAGED not in statuses
         if place == "late":
-            assert DAMAGED not in statuses
-            assert LANDED not in statuses
+            assert statuses.count(LANDED) == owner.server.sent_blocks
         else:
-            assert statuses == [expected] * BLOCKS
+            assert statuses == [LANDED] * BLOCKS
+            assert owner.server.sent_blocks == 0
 
 
 async def test_clock_steps_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
