@@ -235,13 +235,15 @@ class Fetcher:
             room=None if place else room,
         )
         statuses, landed = grant.statuses, grant.landed
-        targets, sums, told = slots[landed], np.empty(0, np.uint64), grant.checksums
+        targets = slots[landed]
+        sums = told = np.empty(0, np.uint64)
         if courier is not None and place and len(landed):
             left_s = began + deadline_s - self._now()
-            statuses[landed] = await self._pull(
-                peer.link, courier, place, grant, targets, epoch, left_s / 2
-            )
+            pulled = await self._pull(peer.link, courier, place, grant, targets, epoch, left_s / 2)
             sums = await self._sums.of(targets, keys[landed])
+            if grant.told is None:  # nobody can say whether they are right
+                pulled[pulled == LANDED] = SKIPPED if grant.late else FAILED
+            statuses[landed], told = pulled, sums if grant.told is None else grant.told
         elif grant.arrival is not None:
             statuses[landed[grant.arrival.whole :]] = FAILED
             sums, told = grant.arrival.sums, grant.arrival.told
@@ -286,8 +288,7 @@ class Fetcher:
 
     async def _let_go(self, link: PeerLink, grant: Grant, epoch: int) -> None:
         try:
-            (held,) = await link.release([grant.token], epoch=epoch, deadline_s=_RELEASE_S)
-            grant.late = not held
+            await link.settle(grant, epoch=epoch, deadline_s=_RELEASE_S)
         except (OSError, EOFError, TransferError, CapacityError) as error:  # then it expires
             log.debug("peer.unreleased", address=link.address, error=repr(error))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexkv.errors import CapacityError, TransferError
 from flexkv.model import BlockIds, KeyArray, SlotIds
@@ -40,6 +41,7 @@ class Lease:
     keys: KeyArray
     expires: float
     slots: SlotIds = field(default_factory=lambda: np.empty(0, np.uint32))
+    sums: NDArray[np.uint64] | None = None  # checksums of what lies there, once they were taken
     users: int = 0  # who work on the blocks now: these are not given back under their hands
     over: bool = False  # given back as soon as nobody works on it
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cluster.blocks import Sums
-from flexkv.cluster.leases import Lease, LeaseTable, Token
+from flexkv.cluster.leases import Lease, LeaseError, LeaseTable, Token
 from flexkv.completion import Completions
 from flexkv.errors import CapacityError, FlexKVError
 from flexkv.lanes import Lane
@@ -40,6 +40,7 @@ from flexkv.telemetry import log
 from flexkv.transfer import Transfer
 from flexkv.waiting import Deadlines, Signal
 
+_NO_SUMS = np.empty(0, np.uint64)
 Promote: TypeAlias = Callable[[BlockIds, KeyArray], Transfer]
 """Starts to bring blocks from the stores into the host; takes over one pin of each."""
 
@@ -85,6 +86,7 @@ class Lender:
         blocks = max(2, min(bytes_in_flight // block_bytes, planner.host.capacity // 2))
         self._lane = Lane("peers", blocks)
         self._held: dict[int, int] = {}  # of the lane, by lease
+        self._loans: dict[int, Loan] = {}  # by lease
         self.leases = LeaseTable(
             incarnation,
             self._give_back,
@@ -158,7 +160,10 @@ class Lender:
             return Loan(statuses, None, lease.slots[:0], lease.keys[:0])
         table.renew(lease, self._completions.now())
         self._deadlines.add(lease)
-        return Loan(statuses, lease, lease.slots, lease.keys[near])
+        loan = self._loans[lease.token.number] = Loan(
+            statuses, lease, lease.slots, lease.keys[near]
+        )
+        return loan
 
     async def _bring(self, promote: Promote, blocks: BlockIds, keys: KeyArray) -> None:
         """Wait until blocks have come into the host, or could not."""
@@ -171,7 +176,7 @@ class Lender:
         await transfer.settled()
 
     async def vouch(self, loan: Loan) -> NDArray[np.uint64]:
-        """Return the checksums of blocks that are on lease.
+        """Return the checksums of blocks that are on lease, and keep them with it.
 
         Raises:
             CapacityError: all tickets are out.
@@ -181,9 +186,23 @@ class Lender:
             return np.empty(0, np.uint64)
         self.leases.begin(loan.lease.token, self._completions.now())
         try:
-            return await self._sums.of(loan.slots, loan.keys)
+            sums = loan.lease.sums = await self._sums.of(loan.slots, loan.keys)
+            return sums
         finally:
             self.leases.end(loan.lease)
+
+    async def proof(self, token: Token) -> NDArray[np.uint64]:
+        """Return the checksums of a lease that is open, and none otherwise."""
+        loan = self._loans.get(token.number)
+        if loan is None or loan.lease is None or loan.lease.token != token:
+            return _NO_SUMS
+        if loan.lease.sums is None:
+            try:
+                return await self.vouch(loan)
+            except (CapacityError, LeaseError) as error:
+                log.debug("lease.unproven", reader=loan.lease.reader, error=str(error))
+                return _NO_SUMS
+        return loan.lease.sums
 
     def _lendable(self, blocks: BlockIds) -> BoolArray:
         """Which entries are readable in the host, or on disk."""
@@ -228,6 +247,7 @@ class Lender:
 
     def _give_back(self, lease: Lease) -> None:
         self._deadlines.remove(lease)
+        self._loans.pop(lease.token.number, None)
         self._index.unpin(lease.blocks)
         self._lane.release(self._held.pop(lease.token.number))
         self._returned.raise_()

@@ -70,7 +70,7 @@ def _blend(old: float, new: float) -> float:
 
 @dataclass(slots=True)
 class Grant:
-    """An owner's answer: a status for each key; token, slots there and checksums of those LANDED.
+    """An owner's answer: a status for each key; token and slots there of those LANDED.
 
     `arrival` says which of them have come, in this order, and what checksums they should have;
     `error` why not all of them.
@@ -81,12 +81,12 @@ class Grant:
     statuses: Statuses
     landed: NDArray[np.int64]
     slots: NDArray[np.uint32]
-    checksums: NDArray[np.uint64]
     welcome: wire.Welcome
     answered_s: float = 0.0  # after it was asked
     arrival: Passage | None = None
     error: str = ""
     late: bool = False  # it was over before it was released
+    told: NDArray[np.uint64] | None = None  # checksums, where it was released in time
 
     def offsets(self) -> NDArray[np.uint64]:
         """Where the blocks on lease begin, in bytes from the owner's `welcome.base`."""
@@ -163,19 +163,38 @@ class PeerLink:
 
         Raises: as `lease`.
         """
-        answers: list[bool] = []
+        return (await self._released(tokens, epoch, deadline_s)).released
+
+    async def settle(self, grant: Grant, *, epoch: int, deadline_s: float) -> None:
+        """Give a lease back, and have told what its blocks are to be checked against.
+
+        Raises: as `lease`.
+        """
+        answer = await self._released([grant.token], epoch, deadline_s)
+        grant.late = not answer.released[0]
+        if answer.checksums:
+            count = len(grant.landed)
+            told = wire.numbers_from_bytes(answer.checksums, "<u8", count)
+            grant.told = told.astype(np.uint64)
+
+    async def _released(
+        self, tokens: Sequence[Token], epoch: int, deadline_s: float
+    ) -> wire.Released:
+        answers: list[wire.Released] = []
 
         async def hear(line: _Line) -> None:
             answer = await self._answer(line, request, wire.Released)
-            answers.extend(answer.released)
+            if len(answer.released) != len(tokens):
+                raise wire.ProtocolError(
+                    f"{len(answer.released)} answers about {len(tokens)} leases"
+                )
+            answers.append(answer)
 
         numbers = [token.number for token in tokens]
         request = wire.Release(0, tokens[0].incarnation, epoch, numbers)
         with anyio.fail_after(deadline_s):
             await self._converse(request, hear)
-        if len(answers) != len(tokens):
-            raise wire.ProtocolError(f"{len(answers)} answers about {len(tokens)} leases")
-        return answers
+        return answers[-1]
 
     def close(self) -> None:
         """Give up the connections that nobody uses, and each other one when it is returned."""
@@ -232,7 +251,7 @@ class PeerLink:
     ) -> None:
         asked = self._now()
         answer = await self._answer(line, request, wire.Leased)
-        grant = _checked(answer, request, line.welcome)
+        grant = _checked(answer, len(request.keys) // wire.KEY_BYTES, line.welcome)
         grant.answered_s = self._now() - asked
         grants.append(grant)
         if room is None or not len(grant.landed):
@@ -290,13 +309,12 @@ class PeerLink:
         return _Line(link, welcome)
 
 
-def _checked(answer: wire.Leased, request: wire.Lease, welcome: wire.Welcome) -> Grant:
+def _checked(answer: wire.Leased, count: int, welcome: wire.Welcome) -> Grant:
     """Take an answer apart.
 
     Raises:
         ProtocolError: its parts do not fit each other, or what was asked.
     """
-    count = len(request.keys) // wire.KEY_BYTES
     statuses = wire.numbers_from_bytes(answer.statuses, "u1", count).astype(np.uint8)
     landed = np.flatnonzero(statuses == LANDED)
     if len(landed) < count:
@@ -305,13 +323,11 @@ def _checked(answer: wire.Leased, request: wire.Lease, welcome: wire.Welcome) ->
             raise wire.ProtocolError(f"statuses {statuses} are none of an owner's")
     if len(landed) and not answer.token:
         raise wire.ProtocolError("blocks without a lease")
-    sums = 0 if request.read else len(landed)
     return Grant(
         Token(welcome.incarnation, answer.token),
         answer.ttl_ms / 1e3,
         statuses,
         landed,
         wire.numbers_from_bytes(answer.slots, "<u4", len(landed)).astype(np.uint32),
-        wire.numbers_from_bytes(answer.checksums, "<u8", sums).astype(np.uint64),
         welcome,
     )

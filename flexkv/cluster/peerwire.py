@@ -86,16 +86,14 @@ class Lease(msgspec.Struct, tag="lease", array_like=True):
 
 
 class Leased(msgspec.Struct, tag="leased", array_like=True):
-    """An IOStatus for each key; of those LANDED, which alone are on lease: arena slots and, unless
-    they are read here and now, checksums, bound to the keys. Token 0: there are none. Time counts
-    from when it was asked."""
+    """An IOStatus for each key; of those LANDED, which alone are on lease: arena slots. Token 0:
+    there are none. Time counts from when it was asked."""
 
     request: Number
     token: Number
     ttl_ms: Number
     statuses: Bytes1
     slots: Bytes4
-    checksums: Bytes8
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
@@ -108,10 +106,12 @@ class Release(msgspec.Struct, tag="release", array_like=True):
 
 
 class Released(msgspec.Struct, tag="released", array_like=True):
-    """Which of them were open until now."""
+    """Which of them were open until now; of a single one that was, the checksums of its blocks,
+    bound to their keys."""
 
     request: Number
     released: Annotated[list[bool], msgspec.Meta(max_length=1024)]
+    checksums: Bytes8
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True):

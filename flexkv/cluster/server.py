@@ -15,14 +15,13 @@ from collections.abc import Callable
 
 import anyio
 import numpy as np
-from numpy.typing import NDArray
 
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster import tcp
 from flexkv.cluster.blocks import Passage
-from flexkv.cluster.leases import LeaseError, Token
+from flexkv.cluster.leases import Token
 from flexkv.cluster.lender import Lender, Loan
-from flexkv.errors import CapacityError, FlexKVError
+from flexkv.errors import FlexKVError
 from flexkv.memory import Arena
 from flexkv.model import Identity
 from flexkv.telemetry import log
@@ -156,7 +155,10 @@ class PeerServer:
             await self._lease(link, reader, request)
         else:
             tokens = [Token(request.incarnation, number) for number in request.tokens]
-            answer = wire.Released(request.request, self._lender.release(tokens))
+            sums = await self._lender.proof(tokens[0]) if len(tokens) == 1 else _NO_SUMS
+            released = self._lender.release(tokens)
+            proven = sums.astype("<u8").tobytes() if all(released) else b""
+            answer = wire.Released(request.request, released, proven)
             await link.send(wire.pack(answer))
 
     def _unfit(self, request: wire.Lease | wire.Release) -> wire.Why | None:
@@ -176,14 +178,9 @@ class PeerServer:
         if loan.lease is not None and request.read:
             await self._send(link, request, loan)
             return
-        try:
-            sums = await self._lender.vouch(loan)
-        except (CapacityError, LeaseError) as error:
-            log.debug("peer.busy", reader=reader, error=str(error))
-            self._take_back(loan)
-            await link.send(wire.pack(wire.Refusal(request.request, "busy")))
-        else:
-            await link.send(self._leased(request, loan, sums))
+        await link.send(self._leased(request, loan))
+        if loan.lease is not None:  # while the reader pulls them; it asks for that afterwards
+            await self._lender.proof(loan.lease.token)
 
     async def _send(self, link: tcp.Wire, request: wire.Lease, loan: Loan) -> None:
         """Send the blocks of a lease, which stay where they are until that has ended.
@@ -197,7 +194,7 @@ class PeerServer:
         try:
             passage = Passage(self._arena, loan.slots, loan.keys, self._block_bytes)
             with anyio.fail_after(table.ttl_s):
-                await link.send(self._leased(request, loan, _NO_SUMS))
+                await link.send(self._leased(request, loan))
                 await link.send_blocks(passage)
             self.sent_blocks += len(loan.slots)
         finally:
@@ -208,7 +205,7 @@ class PeerServer:
         if loan.lease is not None:
             self._lender.release([loan.lease.token])
 
-    def _leased(self, request: wire.Lease, loan: Loan, sums: NDArray[np.uint64]) -> bytes:
+    def _leased(self, request: wire.Lease, loan: Loan) -> bytes:
         return wire.pack(
             wire.Leased(
                 request.request,
@@ -216,6 +213,5 @@ class PeerServer:
                 int(self._lender.leases.ttl_s * 1e3),
                 loan.statuses.tobytes(),
                 loan.slots.astype("<u4").tobytes(),
-                sums.astype("<u8").tobytes(),
             )
         )

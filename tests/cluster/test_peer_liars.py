@@ -100,7 +100,7 @@ def true_answer(request: wire.Lease, token: int = 9) -> tuple[wire.Leased, bytes
     arena.close()
     statuses = bytes([LANDED] * BLOCKS)
     numbers = slots.astype("<u4").tobytes()
-    return wire.Leased(request.request, token, 10_000, statuses, numbers, b""), body
+    return wire.Leased(request.request, token, 10_000, statuses, numbers), body
 
 
 async def hang() -> None:
@@ -140,7 +140,7 @@ async def announces_gigabytes(stream: Stream, request: wire.Lease) -> None:
 
 
 async def sends_a_message_of_another_kind(stream: Stream, request: wire.Lease) -> None:
-    await stream.send(framed(wire.Released(request.request, [True])))
+    await stream.send(framed(wire.Released(request.request, [True], b"")))
     await hang()
 
 
@@ -151,9 +151,9 @@ async def tells_of_too_many_blocks(stream: Stream, request: wire.Lease) -> None:
     await hang()
 
 
-async def tells_of_too_many_checksums(stream: Stream, request: wire.Lease) -> None:
+async def tells_of_too_few_slots(stream: Stream, request: wire.Lease) -> None:
     answer, body = true_answer(request)
-    answer.checksums = bytes(8)
+    answer.slots = answer.slots[:-4]
     await stream.send(framed(answer) + body)
     await hang()
 
@@ -184,7 +184,7 @@ NO_ANSWER = [
     announces_gigabytes,
     sends_a_message_of_another_kind,
     tells_of_too_many_blocks,
-    tells_of_too_many_checksums,
+    tells_of_too_few_slots,
     makes_up_statuses,
     has_blocks_without_a_lease,
     closes,
@@ -273,7 +273,7 @@ async def test_a_slow_peer_is_given_up_at_the_deadline() -> None:
 
 async def test_a_peer_that_says_it_has_nothing_is_believed() -> None:
     async def denies(stream: Stream, request: wire.Lease) -> None:
-        none = wire.Leased(request.request, 0, 10_000, bytes([MISSING] * BLOCKS), b"", b"")
+        none = wire.Leased(request.request, 0, 10_000, bytes([MISSING] * BLOCKS), b"")
         await stream.send(framed(none))
         await hang()
 
