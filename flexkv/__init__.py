@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flexkv.cold import ColdCopy, SinkWindow, TopBlocks
     from flexkv.config import FlexKVConfig
     from flexkv.errors import (
         BrokenManagerError,
@@ -37,6 +38,7 @@ __all__ = [
     "BrokenManagerError",
     "CapacityError",
     "ClosedError",
+    "ColdCopy",
     "ConfigError",
     "EventStream",
     "FlexKVConfig",
@@ -53,14 +55,17 @@ __all__ = [
     "Plan",
     "PluginError",
     "PutResult",
+    "SinkWindow",
     "StalledError",
     "StorageError",
+    "TopBlocks",
     "Transfer",
     "TransferError",
     "__version__",
 ]
 
 _HOMES = {
+    "cold": ("ColdCopy", "SinkWindow", "TopBlocks"),
     "config": ("FlexKVConfig",),
     "events": ("BlockEvent", "EventStream"),
     "manager": ("KVManager",),

@@ -90,16 +90,17 @@ MAY_IMPORT = {
     "hosting": f"cluster config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "ahead": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "manager": f"_core ahead config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
+    "cold": f"keys manager transfer {VOCABULARY}",
     "threads": "",
     # data that the simulator, the bench and the commands share: no body, no manager
     "traces": VOCABULARY,
     "sync": f"ahead groups manager config events protocols threads transfer {VOCABULARY}",
-    "__init__": f"manager sync config events transfer {VOCABULARY}",
+    "__init__": f"cold manager sync config events transfer {VOCABULARY}",
     # the same brain as the data plane, never its body: no loop, no backend
     "sim": f"brain traces codecs config plugins protocols {BRAIN} {VOCABULARY}",
     "bench": "*",
     "cli": "*",
-    "integration": "manager sync config events transfer protocols ranks metrics telemetry "
+    "integration": "cold manager sync config events transfer protocols ranks metrics telemetry "
     f"{VOCABULARY}",
     "testing": "*",
 }
