@@ -2,7 +2,8 @@
 
 `run` measures `NAME_encode`, `NAME_decode` (GB/s of decoded bytes and of one core's time),
 `NAME_ratio` (against the same KV uncoded, scales included) and `NAME_error`, on the KV of
-SmolLM2-135M over real text where the model is installed, else on random numbers.
+SmolLM2-135M over real text where the model is installed, else on random numbers. With the model,
+also `sink_window_SHARE_error` and `top_blocks_SHARE_error`: cold copies that keep a share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import plugins
+from flexkv.bench import cold
 from flexkv.bench.report import Progress, Result, median
 from flexkv.errors import ConfigError
 from flexkv.model import PAGE_BYTES, KVSpec
@@ -33,13 +35,15 @@ def run(
     tokens_per_block: int = 16,
     repeats: int = 5,
     model: bool = True,
+    shares: Sequence[float] = (0.5, 0.25, 0.125),
 ) -> list[Result]:
-    """Measure codecs on the KV of `tokens` tokens.
+    """Measure codecs on the KV of `tokens` tokens, and cold copies with `shares` of its blocks.
 
     Args:
         codecs: names, or one text with commas between them.
         dtype: of the KV: what ratios are against.
-        model: whether to ask the real model; without it errors are of random numbers.
+        model: whether to ask the real model; without it errors are of random numbers, and cold
+            copies are left out.
     """
     names = codecs.split(",") if isinstance(codecs, str) else list(codecs)
     steps = len(names) + 1
@@ -60,6 +64,9 @@ def run(
         back = round_trip(codec, spec, source)
         error = random_error(spec, source, back) if sample is None else sample.compare(back)
         results.append(_error(name, error, sample, facts))
+    if sample is not None:
+        progress("cold copies", steps, steps)
+        results += cold.measure(sample, shares, facts)
     progress("done", steps, steps)
     return results
 

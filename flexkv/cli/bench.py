@@ -135,7 +135,8 @@ def codec(
     directory: Dir = None,
     as_json: Json = False,
 ) -> None:
-    """Speed, ratio and real error of codecs, on the KV of SmolLM2-135M where it is installed.
+    """Speed, ratio and real error of codecs, on the KV of SmolLM2-135M where it is installed; and
+    what it says behind cold copies, of which only a share stays.
 
     With --tier: a disk tier with a codec against one without, blocks held and gets, measured and
     predicted by the simulator.

@@ -1,5 +1,6 @@
 """What a codec does to a real model: `Sample` (real KV of SmolLM2-135M or another local model over
-real text, with what the model says behind it) - `Sample.compare` (the same with other KV).
+real text, with what the model says behind it) - `Sample.compare` (the same with other KV),
+`Sample.thinned` (the same with a part of it), `Sample.attention` (what the prefix's end looks at).
 
 The text is this module's source and the demo's handbook; the KV of its first part is the restored
 prefix, the rest is read behind it token by token as it stands (teacher forcing).
@@ -47,6 +48,7 @@ class Sample:
 
     Args:
         prefix_tokens: a multiple of `tokens_per_block`.
+        continuation_tokens: read behind it; None for all that is left of the text.
         model: a local transformers directory; None for SmolLM2-135M from its wheel.
 
     Raises:
@@ -57,6 +59,7 @@ class Sample:
         self,
         *,
         prefix_tokens: int = 2048,
+        continuation_tokens: int | None = None,
         tokens_per_block: int = 16,
         dtype: str = "bfloat16",
         model: Path | None = None,
@@ -65,7 +68,7 @@ class Sample:
         ids = _text(tokenizer)
         if prefix_tokens >= len(ids) or prefix_tokens % tokens_per_block:
             raise ValueError(f"prefix_tokens={prefix_tokens} of {len(ids)}, in whole blocks")
-        self._after = ids[prefix_tokens:]
+        self._after = ids[prefix_tokens:][:continuation_tokens]
         self.prefix_tokens, self.tokens_per_block, self.dtype = (
             prefix_tokens,
             tokens_per_block,
@@ -79,7 +82,7 @@ class Sample:
                 for layer in cache.layers
             ]
         )
-        self.values = _rounded(exact, dtype)
+        self.values, self._ids = _rounded(exact, dtype), ids[:prefix_tokens]
         layers, _, _, heads, size = exact.shape
         self.spec = KVSpec.uniform(layers, heads, size, dtype, tokens_per_block=tokens_per_block)
         self._queries: list[torch.Tensor] = []
@@ -126,6 +129,36 @@ class Sample:
         found["loss_increase_nats"] = answers.loss - self.reference.loss
         return found
 
+    def thinned(self, blocks: NDArray[np.int64]) -> dict[str, float]:
+        """Compare the prefix with what is left of it when only these blocks stay, each where it
+        stood: errors of attention and answers as in `compare`.
+        """
+        size = self.tokens_per_block
+        values = self.values[:, :, (blocks[:, None] * size + np.arange(size)).ravel()]
+        answers = self._answers(values)
+        return {
+            "attention_relative_rms": self._attention_error(values),
+            "next_token_agreement": float((answers.tokens == self.reference.tokens).mean()),
+            "loss_increase_nats": answers.loss - self.reference.loss,
+        }
+
+    def attention(self, last_tokens: int = 64) -> NDArray[np.float64]:
+        """Return [prefix tokens] what its last tokens look at: weights of attention summed over
+        them, heads and layers.
+        """
+        queries: list[torch.Tensor] = []
+        first = self.prefix_tokens - last_tokens
+        _watch(self._model, queries)
+        self._run(self._ids[first:], self._cache(self.values[:, :, :first]), first)
+        self._model.set_attn_implementation("sdpa")
+        mass = torch.zeros(self.prefix_tokens, dtype=torch.float64)
+        past = torch.ones(last_tokens, self.prefix_tokens, dtype=torch.bool).tril(first)
+        for query, (keys, _) in zip(queries, torch.from_numpy(self.values), strict=True):
+            key = keys.transpose(0, 1).repeat_interleave(query.shape[1] // keys.shape[1], 0)
+            weights = query[0] @ key.transpose(1, 2) / query.shape[-1] ** 0.5
+            mass += weights.masked_fill(~past, -torch.inf).softmax(-1).sum((0, 1))
+        return mass.numpy()
+
     def _attention_error(self, values: Values) -> float:
         """Of attention over the prefix alone, with the model's own queries, over all layers."""
         wrong = right = 0.0
@@ -138,18 +171,23 @@ class Sample:
             right += float((outputs[0] ** 2).sum())
         return float(np.sqrt(wrong / right))
 
-    def _answers(self, values: Values) -> Answers:
+    def _cache(self, values: Values) -> DynamicCache:
         cache = DynamicCache(config=self._model.config)
         for layer, pair in enumerate(torch.from_numpy(values)):
             key, value = pair.transpose(1, 2)[:, None].contiguous()
             cache.update(key, value, layer)
-        logits = self._run(self._after, cache)
+        return cache
+
+    def _answers(self, values: Values) -> Answers:
+        logits = self._run(self._after, self._cache(values), self.prefix_tokens)
         wanted = torch.tensor(self._after[1:])
         return Answers(logits.argmax(-1).numpy(), float(cross_entropy(logits[:-1], wanted)))
 
-    def _run(self, tokens: list[int], cache: Any) -> torch.Tensor:
+    def _run(self, tokens: list[int], cache: Any, first: int = 0) -> torch.Tensor:
+        """Logits of tokens that stand from `first` on, whatever the cache has of those before."""
         with torch.inference_mode():
             arguments: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
+            arguments["position_ids"] = torch.arange(first, first + len(tokens))[None]
             logits: torch.Tensor = self._model(input_ids=torch.tensor([tokens]), **arguments).logits
         return logits[0].clone()
 
