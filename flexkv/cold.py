@@ -23,7 +23,6 @@ from flexkv.errors import InputError
 from flexkv.keys import as_tokens
 
 if TYPE_CHECKING:
-    from flexkv.manager import KVManager
     from flexkv.transfer import Plan
 
 LABEL = "flexkv: lossy cold copy"
@@ -114,6 +113,14 @@ class TopBlocks:
         return np.sort(np.argsort(-sums, kind="stable")[:stay])
 
 
+class Matching(Protocol):
+    """What `ColdCopy.find` asks of a KVManager."""
+
+    def get_match(self, tokens: Any, *, namespace: Any, weigh: bool) -> Plan: ...
+
+    def remove(self, tokens: Any, *, namespace: Any) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class ColdCopy:
     """A prompt with holes. `ColdCopy.of` makes one; whoever restores it makes it again, from the
@@ -191,7 +198,7 @@ class ColdCopy:
             raise InputError(f"{len(slots)} slots for a prompt of {self.prompt_tokens} tokens")
         return slots[self.positions]
 
-    def find(self, kv: KVManager) -> Plan | None:
+    def find(self, kv: Matching) -> Plan | None:
         """Return a plan for all that stays, to be launched; None if a block of it is gone.
 
         What is left of it is of no use then, and is forgotten. With a BlockingKVManager:

@@ -90,7 +90,7 @@ MAY_IMPORT = {
     "hosting": f"cluster config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "ahead": f"config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
     "manager": f"_core ahead config plugins protocols telemetry {BRAIN} {BODY} {VOCABULARY}",
-    "cold": f"keys manager transfer {VOCABULARY}",
+    "cold": f"keys transfer {VOCABULARY}",
     "threads": "",
     # data that the simulator, the bench and the commands share: no body, no manager
     "traces": VOCABULARY,
