@@ -61,6 +61,8 @@ if (($# == 0)); then
   verify_plugins "$python"
   echo "test: the suites that a slow device with random latencies must pass as well"
   "$python" -m pytest -q "${shared[@]}" --device simulated --kills 10 -m "not model" $(cat tests/on_any_device.txt)
+  echo "test: the core suites on the cuda backend over a fake CUDA"
+  "$python" -m pytest -q "${shared[@]}" --device cuda_on_fake $(cat tests/on_fake_cuda.txt)
   # test-cluster.sh runs tests/cluster
   set -- "${shared[@]}" --ignore tests/cluster --deselect tests/test_kit.py::TestPolicies # all of them were verified above
 fi

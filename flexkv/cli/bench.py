@@ -1,5 +1,5 @@
-"""`flexkv bench index|copy|disk|e2e|overlap|remote|peers|directory|codec`: run it with a progress
-bar, print a table or JSON.
+"""`flexkv bench index|copy|disk|e2e|overlap|cuda|remote|peers|directory|codec`: run it with a
+progress bar, print a table or JSON.
 """
 
 from __future__ import annotations
@@ -93,6 +93,15 @@ def overlap(settings: Settings = None, directory: Dir = None, as_json: Json = Fa
     Example: [bold]flexkv bench overlap --dir /mnt/nvme --json[/bold]
     """
     _run("overlap", settings, directory, as_json)
+
+
+@app.command()
+def cuda(settings: Settings = None, as_json: Json = False) -> None:
+    """What a restore to an NVIDIA GPU costs the event loop, its speed, and whom it slows down.
+
+    Example: [bold]flexkv bench cuda segments_bytes=32768,262144 --json[/bold]
+    """
+    _run("cuda", settings, None, as_json)
 
 
 @app.command()

@@ -62,7 +62,8 @@ typedef struct fake_work {
 } fake_work;
 
 typedef struct fake_stream {
-  int device, closing, running;
+  int device, closing, waits;
+  pthread_cond_t wake;
   uint64_t given, done, void_from, void_to; /* void: what a lost context took with it */
   fake_work *first, *last;
   pthread_t thread;
@@ -96,6 +97,7 @@ fake_stream *fake_resolve(void *handle);
 fake_work *fake_make(int kind, uint32_t pieces);
 void fake_give(fake_stream *stream, fake_work *work);
 void fake_purge(int device); /* drop all that is queued */
+void fake_wake(void);        /* the streams that have something to do */
 
 /* work.c: without the lock */
 int fake_do(fake_stream *stream, fake_work *work, uint64_t limit);

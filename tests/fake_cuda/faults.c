@@ -50,6 +50,7 @@ void fake_break_context(int device, int error) {
   if (!fake_context_error[device]) fake_context_error[device] = error;
   fake_purge(device);
   pthread_cond_broadcast(&fake_changed);
+  fake_wake();
 }
 
 int fake_enter(int *id, const char *name, int releases) {
@@ -107,14 +108,14 @@ API void fake_clear(void) {
 API void fake_heal(void) {
   pthread_mutex_lock(&fake_lock);
   memset(fake_context_error, 0, sizeof fake_context_error);
-  pthread_cond_broadcast(&fake_changed);
+  fake_wake();
   fake_leave(0);
 }
 
 API void fake_hold(int held) {
   pthread_mutex_lock(&fake_lock);
   fake_held = held;
-  pthread_cond_broadcast(&fake_changed);
+  fake_wake();
   fake_leave(0);
 }
 

@@ -45,26 +45,34 @@ static void *run(void *argument) {
   pthread_mutex_lock(&fake_lock);
   while (!s->closing || (s->first && !fake_context_error[s->device])) {
     if (!ready(s)) {
-      pthread_cond_wait(&fake_changed, &fake_lock);
+      s->waits = 1;
+      pthread_cond_wait(&s->wake, &fake_lock);
+      s->waits = 0;
       continue;
     }
     fake_work *work = s->first;
     s->first = work->next;
-    s->running = 1;
     serve(s, work);
-    s->running = 0;
     if (work->number > s->done) s->done = work->number;
     free(work);
     pthread_cond_broadcast(&fake_changed);
+    fake_wake();
   }
   pthread_mutex_unlock(&fake_lock);
   return NULL;
+}
+
+/* Only those: threads that wake up for nothing take the cores and the lock from the caller. */
+void fake_wake(void) {
+  for (fake_stream *s = streams; s; s = s->next)
+    if (s->waits && (s->closing || ready(s))) pthread_cond_signal(&s->wake);
 }
 
 static fake_stream *open_stream(int device) {
   fake_stream *s = calloc(1, sizeof *s);
   sigset_t all, before;
   s->device = device;
+  pthread_cond_init(&s->wake, NULL);
   s->random = ++opened;
   s->next = streams;
   streams = s;
@@ -101,7 +109,7 @@ void fake_give(fake_stream *s, fake_work *work) {
   else
     s->first = work;
   s->last = work;
-  pthread_cond_broadcast(&fake_changed);
+  if (s->waits && ready(s)) pthread_cond_signal(&s->wake);
 }
 
 void fake_purge(int device) {
@@ -142,7 +150,7 @@ API int cudaStreamDestroy(void *handle) {
   if (!s) return fake_leave(INVALID_HANDLE);
   s->closing = 1;
   fake_living[LIVE_STREAMS]--;
-  pthread_cond_broadcast(&fake_changed);
+  fake_wake();
   pthread_mutex_unlock(&fake_lock);
   pthread_join(s->thread, NULL);
   pthread_mutex_lock(&fake_lock);

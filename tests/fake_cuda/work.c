@@ -187,22 +187,45 @@ static int move_rows(const fake_stream *s, const fake_piece *p) {
   return OK;
 }
 
-static int move_block(const fake_stream *s, const fake_move *move, const fake_plane *p, uint32_t i) {
+/* Where the bytes of a plane are for all blocks of the launch, checked at once: the shift from its addresses to the
+ * streams' mapping, or 0. */
+static uint64_t shift_of(const fake_stream *s, const fake_move *move, const fake_plane *p) {
+  const uint32_t *slots = (void *)(uintptr_t)move->slots, *blocks = (void *)(uintptr_t)move->blocks;
+  int64_t low = INT64_MAX, high = INT64_MIN;
+  uint64_t size = (uint64_t)p->count[0] * p->count[1] * p->count[2] * p->segment_bytes, shift = 0;
+  int good = 1;
+  pthread_mutex_lock(&fake_lock);
+  for (uint32_t i = 0; i < move->n_blocks; i++) {
+    int64_t at = (int64_t)blocks[i] * p->block_stride;
+    uint64_t host = move->host_base + slots[i] * move->host_stride + p->offset;
+    low = at < low ? at : low, high = at > high ? at : high;
+    good &= fake_registered(host, 1) > 0 && fake_registered(host + size - 1, 1) > 0;
+  }
+  for (int axis = 0; axis < 3; axis++) {
+    int64_t reach = p->stride[axis] * (int64_t)(p->count[axis] - 1);
+    if (reach < 0) low += reach;
+    else high += reach;
+  }
+  uint64_t first = p->base + (uint64_t)low;
+  const fake_memory *m = fake_find(first, (uint64_t)(high - low) + p->segment_bytes);
+  if (good && m && m->device == s->device && fake_alive(m)) shift = m->alias - m->address;
+  fake_leave(0);
+  return shift;
+}
+
+static void move_block(const fake_move *move, const fake_plane *p, uint32_t i, uint64_t shift) {
   const uint32_t *slots = (void *)(uintptr_t)move->slots, *blocks = (void *)(uintptr_t)move->blocks;
   uint64_t host = move->host_base + slots[i] * move->host_stride + p->offset;
-  uint64_t base = p->base + (uint64_t)((int64_t)blocks[i] * p->block_stride), size = p->segment_bytes;
+  uint64_t base = p->base + (uint64_t)((int64_t)blocks[i] * p->block_stride) + shift, size = p->segment_bytes;
   for (int64_t x = 0; x < p->count[0]; x++)
     for (int64_t y = 0; y < p->count[1]; y++)
       for (int64_t z = 0; z < p->count[2]; z++, host += size) {
-        uint64_t shift = (uint64_t)(x * p->stride[0] + y * p->stride[1] + z * p->stride[2]);
-        uint8_t *device = place_of(s, base + shift, size);
-        if (!device || !mapped(host, 1) || !mapped(host + size - 1, 1)) return ILLEGAL_ADDRESS;
+        uint64_t device = base + (uint64_t)(x * p->stride[0] + y * p->stride[1] + z * p->stride[2]);
         if (move->to_device)
-          memcpy(device, (void *)(uintptr_t)host, size);
+          memcpy((void *)(uintptr_t)device, (void *)(uintptr_t)host, size);
         else
-          memcpy((void *)(uintptr_t)host, device, size);
+          memcpy((void *)(uintptr_t)host, (void *)(uintptr_t)device, size);
       }
-  return OK;
 }
 
 static int run_kernel(const fake_stream *s, const fake_move *move, uint64_t limit) {
@@ -214,9 +237,11 @@ static int run_kernel(const fake_stream *s, const fake_move *move, uint64_t limi
   for (uint32_t p = 0; p < move->n_planes; p++)
     segments += (uint64_t)planes[p].count[0] * planes[p].count[1] * planes[p].count[2];
   if (segments != move->segments) return ILLEGAL_ADDRESS;
-  for (uint32_t i = 0; i < move->n_blocks && i < limit; i++)
-    for (uint32_t p = 0; p < move->n_planes; p++)
-      if (move_block(s, move, &planes[p], i)) return ILLEGAL_ADDRESS;
+  for (uint32_t p = 0; p < move->n_planes; p++) {
+    uint64_t shift = shift_of(s, move, &planes[p]);
+    if (!shift) return ILLEGAL_ADDRESS;
+    for (uint32_t i = 0; i < move->n_blocks && i < limit; i++) move_block(move, &planes[p], i, shift);
+  }
   return OK;
 }
 

@@ -35,7 +35,8 @@ PLANE = np.dtype(
 DIRECT_CALLS = (
     16  # calls of some 3 us each: what a batch may cost the loop before others are better
 )
-ENTRIES = 2048  # of one batched call; to list more of them takes the loop longer than a kernel
+ENTRIES = 2048  # segments of one batched call; of more, even large ones are the kernel's
+NOW_ENTRIES = 256  # that the loop may list and queue itself
 _MAX_PITCH = (1 << 31) - 1
 _SHAPES_KEPT = 256
 
@@ -141,37 +142,47 @@ def choose(
         return Choice("calls", False)
     small = shape.smallest < below_bytes
     if not small or not kernel:
-        if shape.calls(len(_runs(job, chunk_slots)), blocks) <= DIRECT_CALLS:
+        if shape.calls(len(_edges(job)) + 1, blocks) <= DIRECT_CALLS:
             return Choice("calls", True)
         if batches and shape.segments * blocks <= ENTRIES:
-            return Choice("batch", True)
+            return Choice("batch", shape.segments * blocks <= NOW_ENTRIES)
     if kernel:
         return Choice("kernel", True)
     return Choice("batch" if batches else "calls", False)
 
 
-def _runs(job: Job, chunk_slots: int) -> list[tuple[int, int]]:
+def _edges(job: Job) -> NDArray[np.int64]:
+    """Where in the batch slots and blocks do not both count up by one."""
+    slots, blocks = job.host_slots, job.device_blocks
+    apart = (slots[1:] - slots[:-1] != 1) | (blocks[1:] - blocks[:-1] != 1)  # modulo 2**32
+    edges: NDArray[np.int64] = apart.nonzero()[0]
+    return edges
+
+
+def _runs(job: Job, chunk_slots: int) -> Iterator[tuple[int, int]]:
     """Half-open ranges of the batch where slots and blocks count up together, within a chunk."""
-    slots, blocks = job.host_slots.astype(np.int64), job.device_blocks.astype(np.int64)
-    together = (np.diff(slots) == 1) & (np.diff(blocks) == 1)
-    if chunk_slots:
-        together &= slots[1:] % chunk_slots != 0
-    edges = np.flatnonzero(~together) + 1
-    return list(zip([0, *edges.tolist()], [*edges.tolist(), len(slots)], strict=True))
+    edges = (_edges(job) + 1).tolist()
+    for first, end in zip([0, *edges], [*edges, len(job.host_slots)], strict=True):
+        at, slot = first, int(job.host_slots[first])
+        while chunk_slots and slot % chunk_slots + end - at > chunk_slots:
+            step = chunk_slots - slot % chunk_slots
+            yield at, at + step
+            at, slot = at + step, slot + step
+        yield at, end
 
 
 def calls(job: Job, shape: Shape, chunk_slots: int) -> Iterator[Call]:
     """The copies of a batch, as few as 2-D copies can."""
-    runs = _runs(job, chunk_slots)
-    pairs = list(zip(job.host_slots.tolist(), job.device_blocks.tolist(), strict=True))
-    pitch, by_run = job.host_stride_bytes, shape.by_run(len(runs), len(pairs))
+    runs = list(_runs(job, chunk_slots))
+    slots, blocks, pitch = job.host_slots, job.device_blocks, job.host_stride_bytes
+    by_run = shape.by_run(len(runs), len(blocks))
     for plane, whole_runs in zip(shape.planes, by_run.tolist(), strict=True):
         base, step = int(plane["base"]), int(plane["block_stride"])
         width, counts = int(plane["segment_bytes"]), [int(count) for count in plane["count"]]
         strides, host = [int(stride) for stride in plane["stride"]], job.host_base
         host += int(plane["offset"])
         if not whole_runs:
-            for slot, block in pairs:
+            for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
                 at = host + slot * pitch
                 for x, y in itertools.product(range(counts[0]), range(counts[1])):
                     device = base + block * step + x * strides[0] + y * strides[1]
@@ -181,8 +192,7 @@ def calls(job: Job, shape: Shape, chunk_slots: int) -> Iterator[Call]:
         for index in itertools.product(*map(range, counts)):
             device = base + sum(i * stride for i, stride in zip(index, strides, strict=True))
             for first, end in runs:
-                slot, block = pairs[first]
-                place = device + block * step, host + slot * pitch
+                place = device + int(blocks[first]) * step, host + int(slots[first]) * pitch
                 yield from _rows(*place, width, end - first, step, pitch)
             host += width
 

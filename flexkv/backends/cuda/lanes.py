@@ -43,7 +43,7 @@ def _address(name: str) -> int:
     return int(core_ffi.cast("uintptr_t", core_ffi.addressof(lib, name)))
 
 
-_LANDED, _REFUSED = _address("fx_complete"), _address("fx_refuse")
+LANDED, REFUSED = _address("fx_complete"), _address("fx_refuse")
 
 
 class Lane:
@@ -102,7 +102,7 @@ class Launch:
         lands or, when a call failed, fails, but not before what was queued has landed.
         """
         cuda, stream = self.lane.cuda, self.lane.stream
-        function = _LANDED
+        function = LANDED
         try:
             cuda.call("cudaStreamWaitEvent", stream, self.ready, 0)
             copy()
@@ -110,7 +110,7 @@ class Launch:
             self.queued = True
         except CudaError as error:
             log.warning("cuda.copy_failed", error=str(error), device=self.lane.device)
-            function = _REFUSED
+            function = REFUSED
         try:
             cuda.call("cudaLaunchHostFunc", stream, function, self.ticket.number)
         except CudaError as error:

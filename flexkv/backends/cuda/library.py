@@ -59,6 +59,8 @@ ffi.cdef(
     int cudaMemcpyBatchAsync(void *targets, void *sources, void *sizes, size_t count,
                              cudaMemcpyAttributes *attributes, size_t *starts, size_t n_attributes,
                              uintptr_t stream);
+    int cudaMalloc(uintptr_t *address, size_t size);
+    int cudaFree(uintptr_t address);
     int cudaPointerGetAttributes(cudaPointerAttributes *found, uintptr_t address);
     int cudaHostRegister(uintptr_t address, size_t size, unsigned flags);
     int cudaHostUnregister(uintptr_t address);
