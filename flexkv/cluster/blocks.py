@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv._core import ffi, lib
-from flexkv.backends.disk.records import Crew
+from flexkv.backends.disk.records import Checksums, Crew
 from flexkv.backends.remote.heads import checksums
 from flexkv.completion import Completions
 from flexkv.errors import CapacityError, InputError
@@ -36,7 +36,14 @@ class Sums:
         """
         if len(slots) * self._block_bytes <= _INLINE_BYTES:
             return checksums(self._arena, slots, keys, self._block_bytes)
-        return await self._crew.begin_checksums(slots, keys).result()
+        return await self.begin(slots, keys).result()
+
+    def begin(self, slots: SlotIds, keys: KeyArray) -> Checksums:
+        """Start to take them, off the loop.
+
+        Raises: as `of`.
+        """
+        return self._crew.begin_checksums(slots, keys)
 
 
 class Passage:

@@ -14,6 +14,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.backends.disk.records import Checksums
 from flexkv.backends.remote.breaker import Breaker
 from flexkv.cluster import peerwire as wire
 from flexkv.cluster.blocks import Passage, Sums
@@ -239,8 +240,9 @@ class Fetcher:
         sums = told = np.empty(0, np.uint64)
         if courier is not None and place and len(landed):
             left_s = began + deadline_s - self._now()
-            pulled = await self._pull(peer.link, courier, place, grant, targets, epoch, left_s / 2)
-            sums = await self._sums.of(targets, keys[landed])
+            pulled, sums = await self._pull(
+                peer.link, courier, place, grant, targets, keys[landed], epoch, left_s / 2
+            )
             if grant.told is None:  # nobody can say whether they are right
                 pulled[pulled == LANDED] = SKIPPED if grant.late else FAILED
             statuses[landed], told = pulled, sums if grant.told is None else grant.told
@@ -270,21 +272,28 @@ class Fetcher:
         place: str,
         grant: Grant,
         slots: SlotIds,
+        keys: KeyArray,
         epoch: int,
         limit_s: float,
-    ) -> Statuses:
-        """Have another engine move blocks on lease, as long as that lasts, and release them."""
-        statuses = np.full(len(slots), FAILED, np.uint8)
+    ) -> tuple[Statuses, NDArray[np.uint64]]:
+        """Have another engine move blocks on lease, as long as that lasts, and release them while
+        their checksums are taken here; returns both.
+        """
+        statuses, sums = np.full(len(slots), FAILED, np.uint8), np.zeros(len(slots), np.uint64)
+        job: Checksums | None = None
         try:
             with anyio.move_on_after(max(0.0, min(limit_s, grant.ttl_s - grant.answered_s))):
                 answer = await courier.fetch(place, grant, grant.offsets(), slots)
+                job = self._sums.begin(slots, keys)
                 statuses = as_statuses(answer, len(slots)).copy()
         except Exception as error:
             log.debug("peer.courier", address=place, error=repr(error))
         finally:
             with anyio.CancelScope(shield=True):
                 await self._let_go(link, grant, epoch)
-        return statuses
+        if job is not None:
+            sums = await job.result()
+        return statuses, sums
 
     async def _let_go(self, link: PeerLink, grant: Grant, epoch: int) -> None:
         try:
