@@ -301,7 +301,7 @@ class CudaBackend(CopyingDevice):
             return lambda: kernel.queue(lane, job, shape, self._scratch, pieces)
         if choice.kind == "batch":
             return lambda: queue_batches(lane, job, shape)
-        return lambda: queue_calls(lane, job, shape, self._chunk_slots)
+        return lambda: queue_calls(lane, job, shape, self._chunk_slots, choice)
 
     @staticmethod
     def _queue_there(launch: Launch, copy: Callable[[], None]) -> None:

@@ -56,10 +56,13 @@ class Call(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How to copy a batch; `now`: few enough calls for the loop's thread."""
+    """How to copy a batch; `now`: few enough calls for the loop's thread; `edges`: what `_edges`
+    said, where it was asked.
+    """
 
     kind: Kind
     now: bool
+    edges: NDArray[np.int64] | None = None
 
 
 class Shape:
@@ -142,8 +145,9 @@ def choose(
         return Choice("calls", False)
     small = shape.smallest < below_bytes
     if not small or not kernel:
-        if shape.calls(len(_edges(job)) + 1, blocks) <= DIRECT_CALLS:
-            return Choice("calls", True)
+        edges = _edges(job)
+        if shape.calls(len(edges) + 1, blocks) <= DIRECT_CALLS:
+            return Choice("calls", True, edges)
         if batches and shape.segments * blocks <= ENTRIES:
             return Choice("batch", shape.segments * blocks <= NOW_ENTRIES)
     if kernel:
@@ -159,9 +163,9 @@ def _edges(job: Job) -> NDArray[np.int64]:
     return edges
 
 
-def _runs(job: Job, chunk_slots: int) -> Iterator[tuple[int, int]]:
+def _runs(job: Job, chunk_slots: int, found: NDArray[np.int64] | None) -> Iterator[tuple[int, int]]:
     """Half-open ranges of the batch where slots and blocks count up together, within a chunk."""
-    edges = (_edges(job) + 1).tolist()
+    edges = ((_edges(job) if found is None else found) + 1).tolist()
     for first, end in zip([0, *edges], [*edges, len(job.host_slots)], strict=True):
         at, slot = first, int(job.host_slots[first])
         while chunk_slots and slot % chunk_slots + end - at > chunk_slots:
@@ -171,9 +175,11 @@ def _runs(job: Job, chunk_slots: int) -> Iterator[tuple[int, int]]:
         yield at, end
 
 
-def calls(job: Job, shape: Shape, chunk_slots: int) -> Iterator[Call]:
-    """The copies of a batch, as few as 2-D copies can."""
-    runs = list(_runs(job, chunk_slots))
+def calls(
+    job: Job, shape: Shape, chunk_slots: int, edges: NDArray[np.int64] | None = None
+) -> Iterator[Call]:
+    """The copies of a batch, as few as 2-D copies can; `edges` are those of its Choice."""
+    runs = list(_runs(job, chunk_slots, edges))
     slots, blocks, pitch = job.host_slots, job.device_blocks, job.host_stride_bytes
     by_run = shape.by_run(len(runs), len(blocks))
     for plane, whole_runs in zip(shape.planes, by_run.tolist(), strict=True):

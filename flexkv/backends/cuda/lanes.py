@@ -16,7 +16,7 @@ import numpy as np
 
 from flexkv._core import ffi as core_ffi
 from flexkv._core import lib
-from flexkv.backends.cuda.choice import CudaRegion, Shape, calls, entries
+from flexkv.backends.cuda.choice import Choice, CudaRegion, Shape, calls, entries
 from flexkv.backends.cuda.library import NOT_READY, Cuda, CudaError, ffi
 from flexkv.backends.cuda.pins import PIECE_BYTES, Scratch
 from flexkv.backends.device import Job
@@ -180,11 +180,11 @@ class Watch:
 # --- what is queued
 
 
-def queue_calls(lane: Lane, job: Job, shape: Shape, chunk_slots: int) -> None:
+def queue_calls(lane: Lane, job: Job, shape: Shape, chunk_slots: int, choice: Choice) -> None:
     """Queue the batch as 1-D and 2-D copies."""
     cuda, runtime, stream = lane.cuda, lane.cuda.runtime, lane.stream
     kind = _TO_DEVICE if job.to_device else _TO_HOST
-    for call in calls(job, shape, chunk_slots):
+    for call in calls(job, shape, chunk_slots, choice.edges):
         near, far = (call.device, call.device_pitch), (call.host, call.host_pitch)
         (target, target_pitch), (source, source_pitch) = (
             (near, far) if job.to_device else (far, near)
