@@ -1,5 +1,5 @@
-"""`flexkv bench index|copy|disk|e2e|overlap|cuda|remote|peers|directory|codec`: run it with a
-progress bar, print a table or JSON.
+"""`flexkv bench index|copy|disk|e2e|overlap|cuda|remote|peers|faults|directory|codec`: run it with
+a progress bar, print a table or JSON.
 """
 
 from __future__ import annotations
@@ -120,6 +120,21 @@ def peers(settings: Settings = None, as_json: Json = False) -> None:
     Example: [bold]flexkv bench peers sizes_kib=64,1024 --json[/bold]
     """
     _run("peers", settings, None, as_json)
+
+
+@app.command()
+def faults(
+    settings: Settings = None,
+    pause_s: Annotated[
+        float, typer.Option("--pause-s", help="How long the owner of blocks is stopped.")
+    ] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Local hits of a node while its cluster suffers: nodes, network and Redis killed or stopped.
+
+    Example: [bold]flexkv bench faults faults=owner_stopped,peer_slow --pause-s 10 --json[/bold]
+    """
+    _run("faults", [*(settings or []), f"pause_s={pause_s}"], None, as_json)
 
 
 @app.command()
