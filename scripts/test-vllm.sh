@@ -6,4 +6,6 @@ cd "$(dirname "$0")/.."
 source scripts/common.sh
 source scripts/vllm.sh
 prepare_vllm
+command -v redis-server >/dev/null || command -v valkey-server >/dev/null ||
+  echo "test-vllm: NO redis-server HERE: vLLM ON TWO NODES IS NOT TESTED" >&2
 exec "$vllm_python" -m pytest tests/vllm -p no:cacheprovider "$@"
