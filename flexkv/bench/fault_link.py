@@ -10,25 +10,32 @@ import contextlib
 import random
 import socket
 import threading
-import time
 
-_CHUNK, _SLOW_BYTES_PER_S, _LOOK_S = 1 << 18, 1000, 0.05
+_CHUNK, _SLOW_BYTES, _SLOW_S = 1 << 18, 50, 0.05  # 1 KB/s
 
 
 class Relay:
     """Listens on 127.0.0.1 and passes on to `target` what comes, as far as its mood lets it."""
 
     def __init__(self, target: int) -> None:
-        self.target, self.mood, self._ended = target, "good", False
+        self.target, self.mood, self._end = target, "good", threading.Event()
+        self._changed = threading.Condition()
         self._dice = random.Random(0)
         self._ends: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def feel(self, mood: str) -> None:
+        """Change the mood."""
+        with self._changed:
+            self.mood = mood
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End it, with all of its connections."""
-        self._ended = True
+        self._end.set()
+        self.feel("good")
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         for end in (self._listener, *self._ends):
@@ -37,7 +44,7 @@ class Relay:
             end.close()
 
     def _accept(self) -> None:
-        while not self._ended:
+        while not self._end.is_set():
             try:
                 reader, _ = self._listener.accept()
             except OSError:
@@ -56,16 +63,15 @@ class Relay:
     def _pass(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while (data := source.recv(_CHUNK)) and self.mood != "closed":
-                while self.mood == "cut" and not self._ended:
-                    time.sleep(_LOOK_S)
+                with self._changed:
+                    self._changed.wait_for(lambda: self.mood != "cut")
                 if answers and self.mood == "garbage":
                     data = self._dice.randbytes(len(data))
                 at = 0
-                while answers and self.mood == "slow" and at < len(data) and not self._ended:
-                    step = int(_SLOW_BYTES_PER_S * _LOOK_S)
-                    target.sendall(data[at : at + step])
-                    at += step
-                    time.sleep(_LOOK_S)
+                while answers and self.mood == "slow" and at < len(data):
+                    target.sendall(data[at : at + _SLOW_BYTES])
+                    at += _SLOW_BYTES
+                    self._end.wait(_SLOW_S)
                 target.sendall(data[at:])
         for end in (source, target):
             with contextlib.suppress(OSError):

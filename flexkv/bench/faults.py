@@ -128,7 +128,7 @@ class _Cluster:
         }[name]
 
     def _mood(self, mood: str) -> None:
-        self.relay.mood = mood
+        self.relay.feel(mood)
 
     def _kill_owner(self) -> None:
         self.a.kill()
