@@ -16,7 +16,7 @@ from directory_rig import Node, chain, quick, running, until_killed
 from flexkv.cluster.admin import Admin
 from flexkv.cluster.beat import GENERATION
 from flexkv.cluster.redisclient import LinkError
-from flexkv.cluster.settings import ClusterSettings, Names
+from flexkv.cluster.settings import ClusterSettings, Names, member_of
 from flexkv.cluster.wire import encode_record
 from flexkv.errors import ConfigError, InputError
 from flexkv.testing.harness import Unsupported
@@ -212,6 +212,38 @@ async def test_a_record_under_anothers_name_is_refused(server: RedisServer) -> N
         await eventually(lambda: any(_rejected(two)))
         await two.sees(one)
         assert set(two.directory.nodes()) == {"one"}
+
+
+async def test_nodes_of_versions_around_ours_are_followed_and_of_another_major_ignored(
+    server: RedisServer,
+) -> None:
+    settings = quick(server.url, node_ttl_ms=60_000)
+    changes: dict[str, dict[str, Any]] = {
+        "newer": {"colour": "blue", "quota": {"a": 1}},
+        "older": {"state": None, "blocks": None},
+        "foreign": {"version": 2},
+    }
+    nodes = {name: Node(name, settings) for name in changes}
+    for number, (name, node) in enumerate(nodes.items()):
+        node.store(chain(number, 20))
+        place = Names(settings).record(member_of(name, 1))
+        async with until_killed(node):
+            await eventually(lambda node=node: node.directory.record.chunks == 1)
+            with client(server) as other:
+                await eventually(lambda place=place, other=other: other.exists(place))
+        with client(server) as other:
+            fields = msgspec.msgpack.decode(other.get(place)) | changes[name]
+            kept = {field: value for field, value in fields.items() if value is not None}
+            other.set(place, msgspec.msgpack.encode(kept), keepttl=True)
+    ours = Node("ours", settings)
+    ours.store(chain(9, 20))
+    late = Node("late", settings)
+    async with running(ours, late):
+        await ours.sees(nodes["newer"], nodes["older"], late)
+        await late.sees(nodes["newer"], nodes["older"], ours)
+        await eventually(lambda: any(_rejected(ours)))
+        assert {"newer", "older"} <= set(ours.directory.nodes())
+        assert "foreign" not in ours.directory.nodes()
 
 
 # reset and drain
