@@ -67,6 +67,6 @@ def test_b_loads_what_a_computed_from_its_memory_and_then_from_its_disk(
         warm = b.generate(prompts=[second], tokens=ANSWER)
         assert warm == {"tokens": cold["tokens"][1:], "cached": [BLOCKS * BLOCK]}
         assert b.metrics()["vllm:external_prefix_cache_hits"] == 2 * BLOCKS * BLOCK
-        assert from_disk(a) > 0  # the policy kept some in memory
+        assert from_disk(a) > 0  # the others were still in its memory
         check_idle(a)
         check_idle(b)
