@@ -96,5 +96,5 @@ async def test_both_processes_answer_the_same_and_the_second_computes_only_its_o
                 assert tokens == expected, place
                 assert generation.restored.by_tier == {"host": 0, "peer": SHARED // 16}
                 assert asked(b)[0] > before[0]
-            from_disk = (await a.hears("counts"))["from_disk"]  # the others were still in its memory
+            from_disk = (await a.hears("counts"))["from_disk"]  # the rest were in its memory
             assert (from_disk > 0) == (place == "disk")
