@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -345,6 +347,54 @@ async def test_users_passwords_and_files(start: Callable[..., RedisServer], tmp_
             await admin.nodes()
         assert "wrong" not in str(caught.value)
     assert "sesame" not in repr(settings)
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 that is its own authority, and its key."""
+    paths = str(folder / f"{name}.crt"), str(folder / f"{name}.key")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test",
+        "-addext",
+    ]
+    command += ["subjectAltName=IP:127.0.0.1", "-out", paths[0], "-keyout", paths[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return paths
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+async def test_tls_with_a_user_and_a_certificate_of_an_unknown_authority(
+    start: Callable[..., RedisServer], tmp_path: Path
+) -> None:
+    (good, key), (bad, _) = certificate(tmp_path, "good"), certificate(tmp_path, "bad")
+    user = ["--user", "default", "off", "--user", "kv", "on", ">sesame", "~{flexkv:default}:*"]
+    port = str(free_port())
+    options = ["--tls-port", port, "--tls-cert-file", good, "--tls-key-file", key]
+    try:
+        start(*user, "+@all", *options, "--tls-ca-cert-file", good, "--tls-auth-clients", "no")
+    except RuntimeError:
+        pytest.skip("this redis-server has no TLS")
+    (tmp_path / "secret").write_text("sesame\n")
+    secret: dict[str, Any] = {"username": "kv", "password_file": str(tmp_path / "secret")}
+    settings = quick(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={good}", **secret)
+    one, two = Node("one", settings), Node("two", settings)
+    one.store(chain(1, 20))
+    async with running(one, two):
+        await two.sees(one)
+    stranger = quick(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={bad}", **secret)
+    with anyio.fail_after(20):
+        async with Admin(stranger) as admin:
+            with pytest.raises(LinkError, match=r"(?i)certificate") as caught:
+                await admin.nodes()
+    assert "sesame" not in str(caught.value)
 
 
 async def test_redis_cluster(start: Callable[..., RedisServer]) -> None:
