@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
+import anyio.lowlevel
 import pytest
 from cluster_rig import knows, matched, member, open_node, until
-from rig import TOKENS_PER_BLOCK, prompt
+from rig import TOKENS_PER_BLOCK, Rig, prompt
 
+from flexkv.cluster.admin import Admin
 from flexkv.testing.remote import RedisServer
 
 
@@ -160,6 +163,40 @@ async def test_a_reset_forgets_what_others_hold(redis_server: RedisServer) -> No
         other = prompt(2, 4)
         await a.put(other)
         await knows(b, other, 4)
+
+
+async def test_a_reset_of_the_cluster_under_load_leaves_nothing_of_before(
+    redis_server: RedisServer,
+) -> None:
+    old = [prompt(seed, 4) for seed in (1, 2)]
+    async with open_node(redis_server, "a") as a, open_node(redis_server, "b") as b:
+        for rig, tokens in zip((a, b), old, strict=True):
+            await rig.put(tokens)
+        await knows(a, old[1], 4)
+        await knows(b, old[0], 4)
+        rounds = [0, 0]
+
+        async def load(number: int, rig: Rig) -> None:
+            while True:
+                for tokens in old:
+                    await rig.get(tokens)  # checks the bytes of what came
+                rounds[number] += 1
+                await anyio.lowlevel.checkpoint()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(load, 0, a)
+            group.start_soon(load, 1, b)
+            await until(lambda: min(rounds) > 2)
+            async with Admin(member(a)._settings) as admin:
+                assert (await admin.reset(20_000))["waiting"] == []
+            before = list(rounds)
+            await until(lambda: all(n > m + 5 for n, m in zip(rounds, before, strict=True)))
+            assert [matched(rig, tokens) for rig in (a, b) for tokens in old] == [0] * 4
+            group.cancel_scope.cancel()
+        assert member(a).epoch == member(b).epoch == 1
+        fresh = prompt(3, 4)
+        await a.put(fresh)
+        await knows(b, fresh, 4)
 
 
 async def test_a_prefetch_brings_blocks_of_others_into_our_memory(
