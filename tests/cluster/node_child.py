@@ -1,11 +1,13 @@
 """A node in a process of its own: `node_child.py URL NAME BLOCKS` stores prompt 1 and says so.
 
-It lives until its standard input ends; "gone" lets it push the prompt out of its memory first.
+It lives until its standard input ends. "gone" lets it push the prompt out of its memory first,
+"more" store prompt 2, "time" tell what its wall clock says.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,13 +27,18 @@ class Server:
 
 async def main(url: str, name: str, folder: str, blocks: int) -> None:
     path = Path(folder) if folder else None
-    async with open_node(Server(url), name, path, host=8) as rig:
+    async with open_node(Server(url), name, path, host=2 * blocks) as rig:
         await rig.put(prompt(1, blocks))
         print("stored", flush=True)
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-            if line.strip() == "gone":
+            word = answer = line.strip()
+            if word == "gone":
                 await rig.push_out()
-                print("gone", flush=True)
+            elif word == "more":
+                await rig.put(prompt(2, blocks))
+            elif word == "time":
+                answer = repr(time.time())
+            print(answer, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,17 @@ class Child:
         assert process.stdout is not None
         self.process, self._said = process, BufferedByteReceiveStream(process.stdout)
 
-    async def says(self, word: str) -> None:
+    async def says(self) -> str:
         with anyio.fail_after(2 * SOON_S):
-            assert (await self._said.receive_until(b"\n", 1000)).decode() == word
+            return (await self._said.receive_until(b"\n", 1000)).decode()
 
-    async def tell(self, word: str) -> None:
+    async def ask(self, word: str) -> str:
         assert self.process.stdin is not None
         await self.process.stdin.send(f"{word}\n".encode())
-        await self.says(word)
+        return await self.says()
+
+    async def tell(self, word: str) -> None:
+        assert await self.ask(word) == word
 
 
 @asynccontextmanager
@@ -43,7 +46,7 @@ async def child(server: RedisServer, folder: Path | None = None) -> AsyncIterato
     async with await anyio.open_process(command, stderr=subprocess.DEVNULL) as process:
         found = Child(process)
         try:
-            await found.says("stored")
+            assert await found.says() == "stored"
             yield found
         finally:
             if process.returncode is None:
