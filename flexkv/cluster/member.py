@@ -18,6 +18,7 @@ import anyio
 
 from flexkv.cluster import tcp
 from flexkv.cluster.directory import Directory
+from flexkv.cluster.epochs import EpochFile
 from flexkv.cluster.fetching import Courier, PeerSettings
 from flexkv.cluster.holdings import Holdings
 from flexkv.cluster.lender import Lender, Promote
@@ -96,6 +97,8 @@ class Member:
             courier=courier,
             settings=self._peers,
         )
+        folder = config.disk_dirs[0] if config.disk_cache_bytes else None
+        self._epoch_file = EpochFile(folder, f"{config.cluster_prefix}:{config.cluster_name}")
         self._directory: Directory | None = None
 
     async def open(self) -> None:
@@ -115,7 +118,7 @@ class Member:
         record = NodeRecord(
             node=self.node,
             incarnation=self.incarnation_number,
-            epoch=0,
+            epoch=await self._epoch_file.read(),
             identity=self._services.identity.digest(),
             addresses=addresses,
         )
@@ -197,7 +200,7 @@ class Member:
                 log.warning("cluster.reset_waits", epoch=epoch, error=str(error))
                 await anyio.sleep(_AGAIN_S)
             else:
-                return
+                return await self._epoch_file.write(epoch)
 
     async def drained(self) -> None:
         """Stop lending and wait until nothing of ours is with readers."""

@@ -1,4 +1,4 @@
-"""A node in a process of its own: `node_child.py URL NAME BLOCKS` stores prompt 1 and says so.
+"""A node in its own process: `node_child.py URL NAME FOLDER BLOCKS` stores prompt 1 and says so.
 
 It lives until its standard input ends. "gone" lets it push the prompt out of its memory first,
 "more" store prompt 2, "time" tell what its wall clock says.
@@ -27,8 +27,9 @@ class Server:
 
 async def main(url: str, name: str, folder: str, blocks: int) -> None:
     path = Path(folder) if folder else None
-    async with open_node(Server(url), name, path, host=2 * blocks) as rig:
-        await rig.put(prompt(1, blocks))
+    async with open_node(Server(url), name, path, host=max(8, 2 * blocks)) as rig:
+        if blocks:
+            await rig.put(prompt(1, blocks))
         print("stored", flush=True)
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
             word = answer = line.strip()
