@@ -158,7 +158,8 @@ def test_verifying_runs_beside_tests_that_are_named(tmp_path: Path) -> None:
 def test_an_unknown_name_says_which_there_are(tmp_path: Path) -> None:
     done = verify(tmp_path, "--flexkv-verify", "dsik")
     assert done.returncode == 2
-    assert "no plug-in is called 'dsik'; installed: flexkv.backends: cpu, cuda, disk, " in done.stdout
+    names = "flexkv.backends: cpu, cuda, disk, "
+    assert f"no plug-in is called 'dsik'; installed: {names}" in done.stdout
 
 
 def test_options_go_to_the_plug_in_they_name(tmp_path: Path) -> None:
