@@ -6,8 +6,11 @@ import shutil
 
 import pytest
 
+from flexkv.backends.remote.mooncake_process import HINT, installed
 from flexkv.bench import faults
 from flexkv.errors import ConfigError
+
+CLEAN = dict.fromkeys(("local_missed", "wrong_blocks", "hangs", "pins_left"), 0)
 
 
 @pytest.mark.skipif(
@@ -21,8 +24,17 @@ def test_a_killed_owner_is_missed_and_comes_back_and_nothing_is_wrong() -> None:
     assert facts["healthy_served"] > 0
     assert facts["missed"] > 0
     assert facts["recovery_s"] is not None
-    clean = ("local_missed", "wrong_blocks", "hangs", "pins_left")
-    assert {name: facts[name] for name in clean} == dict.fromkeys(clean, 0)
+    assert {name: facts[name] for name in CLEAN} == CLEAN
+
+
+@pytest.mark.skipif(not installed(), reason=f"NOT TESTED: {HINT}")
+def test_a_store_whose_master_dies_while_it_is_read_costs_misses_and_comes_back() -> None:
+    (found,) = faults.run(lambda step, done, total: None, faults=("mooncake_killed",), phase_s=0.5)
+    facts = found.params
+    assert facts["healthy_served"] > 0
+    assert facts["served"] == 0 < facts["missed"]
+    assert facts["recovery_s"] is not None
+    assert {name: facts[name] for name in CLEAN} == CLEAN
 
 
 def test_unknown_faults_are_refused() -> None:

@@ -113,7 +113,7 @@ class _Work:
         await self.kv.put_async(_tokens(number), _slots(number))
 
     async def phase(self, seconds: float) -> dict[str, Any]:
-        """Load what is here, and what the other node has, at the same time."""
+        """Load what is here, and what lies elsewhere, at the same time."""
         found: dict[str, Any] = {"local_ms": [], "served": 0, "missed": 0, "wrong": 0, "hangs": 0}
         found |= {"local_missed": 0, "remote_ms": []}
         until = time.monotonic() + seconds
@@ -123,7 +123,7 @@ class _Work:
         return found
 
     async def recover(self, limit_s: float) -> dict[str, Any]:
-        """Load from the other node until a prompt comes whole; the seconds until then."""
+        """Load from elsewhere until a prompt comes whole; the seconds until then."""
         began = time.monotonic()
         found = {"served": 0, "missed": 0, "wrong": 0, "hangs": 0, "remote_ms": []}
         while time.monotonic() < began + limit_s:
@@ -158,28 +158,29 @@ class _Work:
 
     async def _once(self, found: dict[str, Any]) -> None:
         number, self._next = self._next, (self._next + 1) % REMOTE
-        loaded, took_ms, peers = await self._get(number, found)
+        loaded, took_ms, elsewhere = await self._get(number, found)
         whole = loaded == REMOTE_BLOCKS * TOKENS
-        if whole and not peers:  # b has it itself, from before
+        if whole and not elsewhere:  # in b's own memory, from before
             return
         found["served" if whole else "missed"] += 1
         found["remote_ms"].append(took_ms)
 
     async def _get(self, number: int, found: dict[str, Any]) -> tuple[int, float, int]:
-        """Load a prompt and look at every byte; tokens, milliseconds, blocks of the other node."""
+        """Load a prompt and look at every byte; tokens, milliseconds, blocks from elsewhere."""
         first, blocks = _place(number)
         room = self._cache[:, first : first + blocks]
         room[:] = _SENTINEL
-        began, loaded, peers = time.perf_counter(), 0, 0
+        began, loaded, elsewhere = time.perf_counter(), 0, 0
         with anyio.move_on_after(HANG_S) as scope:
             got = await self.kv.get_async(_tokens(number), _slots(number))
-            loaded, peers = got.loaded, got.by_tier.get("peer", 0)
+            loaded = got.loaded
+            elsewhere = got.by_tier.get("peer", 0) + got.by_tier.get("remote", 0)
         took_ms = 1e3 * (time.perf_counter() - began)
         found["hangs"] += scope.cancelled_caught
         whole = loaded // TOKENS
         good = (room[:, :whole] == _marks(number)[:, :whole]).all(axis=(0, 2, 3, 4))
         found["wrong"] += int(whole - good.sum())
-        return loaded, took_ms, peers
+        return loaded, took_ms, elsewhere
 
 
 def _place(number: int) -> tuple[int, int]:

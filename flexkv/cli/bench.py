@@ -130,7 +130,7 @@ def faults(
     ] = 60.0,
     as_json: Json = False,
 ) -> None:
-    """Local hits of a node while its cluster suffers: nodes, network and Redis killed or stopped.
+    """Local hits of a node while its cluster suffers: nodes, network, Redis or Mooncake fail.
 
     Example: [bold]flexkv bench faults faults=owner_stopped,peer_slow --pause-s 10 --json[/bold]
     """
