@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,13 @@ class FailoverSite(_Pair):
             f"sentinel monitor kv 127.0.0.1 {self._master.port} 1\n"
             "sentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 2000\n"
         )
-        _await(self._replica.port, "INFO replication", "master_link_status:up")
+        _await(self._replica, "INFO replication", "master_link_status:up")
         start("--sentinel", port=port, file=conf)
         super().__init__(f"sentinel://127.0.0.1:{port}/kv", stack)
 
     def ways(self, fault: str) -> Ways:
         """The master is killed; the replica must have taken its place in the end."""
-        return self._master.kill, lambda: _await(
-            self._replica.port, "INFO replication", "role:master"
-        )
+        return self._master.kill, lambda: _await(self._replica, "INFO replication", "role:master")
 
 
 class StoreSite(Site):
@@ -245,9 +244,10 @@ def _say(port: int, line: str) -> str:
         return link.recv(1 << 16).decode()
 
 
-def _await(port: int, line: str, wanted: str) -> None:
+def _await(server: RedisServer, line: str, wanted: str) -> None:
     until = time.monotonic() + _SENTINEL_S
-    while wanted not in _say(port, line):
+    while wanted not in _say(server.port, line):
         if time.monotonic() > until:
-            raise StorageError(f"redis-server on port {port} is not {wanted} after {_SENTINEL_S} s")
-        time.sleep(0.05)
+            raise StorageError(f"a redis-server is not {wanted} after {_SENTINEL_S} s")
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(0.05)
