@@ -11,7 +11,7 @@
 /* ---- life ---- */
 
 static void empty(fx_hazard *h) {
-  memset(h->entry_of, 0xFF, ((size_t)h->max_blocks + 1) * sizeof *h->entry_of);
+  for (uint32_t block = 0; block <= h->max_blocks; block++) h->tag[block] = FX_NO_ENTRY << 1;
   while (h->active_count) h->candidates[h->active[--h->active_count]].count = 0;
   h->ghosts = h->used = h->lru_used = h->runs = 0;
   h->oldest_span = h->newest_span = h->free_span = h->free_run = h->free_prompt = FX_NONE;
@@ -39,7 +39,7 @@ static size_t lay_out(fx_hazard *h) {
   TABLE(name, spare), TABLE(parent, spare), TABLE(depth, spare), TABLE(run_of, spare), TABLE(kids, spare);
   TABLE(block_of, spare), TABLE(uses, spare), TABLE(linked, spare), TABLE(ended, spare), TABLE(here, spare);
   TABLE(table, cells), TABLE(span, limit), TABLE(run, limit + 1), TABLE(turn, limit + 1), TABLE(prompt, limit + 2);
-  TABLE(path, longest), TABLE(fresh, longest), TABLE(entry_of, blocks), TABLE(in_tier, blocks);
+  TABLE(path, longest), TABLE(fresh, longest), TABLE(tag, blocks);
   TABLE(unwanted, blocks), TABLE(candidates, fx_rates_limit()), TABLE(active, fx_rates_limit());
   return at;
 }
@@ -51,7 +51,7 @@ fx_hazard *fx_hazard_open(uint32_t capacity, uint32_t max_blocks, int sabotage) 
   h->capacity = capacity;
   h->max_blocks = max_blocks;
   h->sabotage = sabotage;
-  h->limit = limit < 0x80000000u ? (uint32_t)limit : 0;
+  h->limit = limit < FX_NO_ENTRY ? (uint32_t)limit : 0;
   h->memory_bytes = lay_out(h);
   if (h->limit && (h->memory = fx_pages_map(h->memory_bytes)) && (h->vacant = fx_runs_open(h->limit)) &&
       (h->rates = fx_rates_open())) {
@@ -87,7 +87,6 @@ void fx_hazard_clear(fx_hazard *h) {
     }
   }
   memset(h->table, 0, ((size_t)h->table_mask + 1) * sizeof *h->table);
-  memset(h->in_tier, 0, h->max_blocks);
   empty(h);
 }
 
@@ -376,9 +375,9 @@ static void follow_keys(fx_hazard *h, const uint64_t *keys, uint32_t n) {
 static void follow_blocks(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
   uint32_t above = FX_NONE;
   while (h->known < n) {
-    uint32_t entry = h->entry_of[blocks[h->known]], some = 1;
-    if (entry == FX_NONE || fx_parent(h, entry) != above) break;
-    while (h->known + some < n && h->linked[entry + some] && h->entry_of[blocks[h->known + some]] == entry + some) some++;
+    uint32_t entry = fx_entry_of(h, blocks[h->known]), some = 1;
+    if (entry == FX_NO_ENTRY || fx_parent(h, entry) != above) break;
+    while (h->known + some < n && h->linked[entry + some] && fx_entry_of(h, blocks[h->known + some]) == entry + some) some++;
     extend(h, entry, some);
     above = entry + some - 1;
   }
@@ -454,11 +453,11 @@ static void read_blocks(fx_hazard *h, const uint32_t *blocks, uint32_t n, double
 }
 
 uint32_t fx_hazard_used(fx_hazard *h, const uint32_t *blocks, uint32_t n, double now, uint8_t *wanted) {
-  uint32_t first = n ? h->entry_of[blocks[0]] : FX_NONE;
-  const fx_run *run = first == FX_NONE ? NULL : &h->run[h->run_of[first]];
+  uint32_t first = n ? fx_entry_of(h, blocks[0]) : FX_NO_ENTRY;
+  const fx_run *run = first == FX_NO_ENTRY ? NULL : &h->run[h->run_of[first]];
   int by_put = run && run->stamp == h->stamp && h->now == now && !run->read_only;
   if (run && !by_put) read_blocks(h, blocks, n, now);
-  if (!by_put || n > h->length || h->entry_of[blocks[n - 1]] != fx_path_at(h, n - 1))
+  if (!by_put || n > h->length || fx_entry_of(h, blocks[n - 1]) != fx_path_at(h, n - 1))
     return fx_hazard_wanted(h, blocks, n, wanted);
   uint32_t held = fx_least(h->kept, n); /* those are the first n of the path */
   memset(wanted, 1, held);
@@ -469,8 +468,8 @@ uint32_t fx_hazard_used(fx_hazard *h, const uint32_t *blocks, uint32_t n, double
 const uint32_t *fx_hazard_unwanted(const fx_hazard *h) { return h->unwanted; }
 
 int fx_hazard_explain(const fx_hazard *h, uint32_t block, double now, fx_hazard_reason *reason) {
-  uint32_t entry = block < h->max_blocks ? h->entry_of[block] : FX_NONE;
-  if (entry == FX_NONE) return 0;
+  uint32_t entry = block < h->max_blocks ? fx_entry_of(h, block) : FX_NO_ENTRY;
+  if (entry == FX_NO_ENTRY) return 0;
   const fx_run *run = &h->run[h->run_of[entry]];
   double last_use = h->turn[h->run_of[entry]].last_use;
   uint32_t bin = fx_rates_bin(now - last_use), class = run->class, depth = 0;

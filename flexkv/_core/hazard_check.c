@@ -25,8 +25,8 @@ static const char *check_entry(const fx_hazard *h, uint32_t entry) {
   uint64_t key[] = {h->name[entry], 0};
   WRONG_IF(h->linked[entry] > 1 || (h->linked[entry] && !entry));
   WRONG_IF(fx_entry_find(h, fx_parent(h, entry), key) != entry);
-  WRONG_IF(h->here[entry] && (h->block_of[entry] == FX_NONE || !h->in_tier[h->block_of[entry]]));
-  WRONG_IF(h->block_of[entry] != FX_NONE && h->entry_of[h->block_of[entry]] != entry);
+  WRONG_IF(h->here[entry] && (h->block_of[entry] == FX_NONE || !fx_in_tier(h, h->block_of[entry])));
+  WRONG_IF(h->block_of[entry] != FX_NONE && fx_entry_of(h, h->block_of[entry]) != entry);
   return 0;
 }
 
@@ -85,9 +85,9 @@ static const char *check_lru(const fx_hazard *h) {
 
 static const char *check_blocks(const fx_hazard *h) {
   for (uint32_t i = 0; i < h->max_blocks; i++) {
-    uint32_t entry = h->entry_of[i];
-    if (entry == FX_NONE) continue;
-    WRONG_IF(h->block_of[entry] != i || h->here[entry] != h->in_tier[i]);
+    uint32_t entry = fx_entry_of(h, i);
+    if (entry == FX_NO_ENTRY) continue;
+    WRONG_IF(h->block_of[entry] != i || h->here[entry] != fx_in_tier(h, i));
   }
   return 0;
 }

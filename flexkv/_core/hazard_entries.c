@@ -21,20 +21,29 @@ uint32_t fx_entry_find(const fx_hazard *h, uint32_t parent, const uint64_t *key)
   }
 }
 
-/* How many of the keys are those of `entry` and of what is linked to it, one below the other. */
-uint32_t fx_entries_same(const fx_hazard *h, uint32_t entry, const uint64_t *keys, uint32_t n) {
+/* How many neighbours, from `entry` on and at most n, follow each its parent. */
+static uint32_t chain(const fx_hazard *h, uint32_t entry, uint32_t n) {
   const uint8_t *linked = h->linked + entry;
-  const uint64_t *name = h->name + entry;
-  uint32_t same = 1;
-  while (same + 8 <= n) {
-    uint64_t differ = 0, all;
-    memcpy(&all, linked + same, sizeof all);
-    for (uint32_t i = 0; i < 8; i++) differ |= name[same + i] ^ keys[2 * (same + i)];
-    if (differ || all != 0x0101010101010101u) break;
-    same += 8;
+  uint32_t count = 1;
+  for (uint64_t eight; count + 8 <= n; count += 8) {
+    memcpy(&eight, linked + count, sizeof eight);
+    if (eight != 0x0101010101010101u) break;
   }
-  while (same < n && linked[same] && name[same] == keys[2 * same]) same++;
-  return same;
+  while (count < n && linked[count]) count++;
+  return count;
+}
+
+/* How many of the keys are those of `entry`, which has the first, and of what is linked to it, one below the other. A
+ * key stands for all that is above it: where the deepest is the same all are, and else bisection finds the last. */
+uint32_t fx_entries_same(const fx_hazard *h, uint32_t entry, const uint64_t *keys, uint32_t n) {
+  const uint64_t *name = h->name + entry;
+  uint32_t end = chain(h, entry, n), same = 0, differs = end - 1;
+  if (name[differs] == keys[2 * (size_t)differs]) return end;
+  while (differs - same > 1) {
+    uint32_t middle = (same + differs) / 2;
+    *(name[middle] == keys[2 * (size_t)middle] ? &same : &differs) = middle;
+  }
+  return differs;
 }
 
 static void table_add(fx_hazard *h, uint32_t entry) {
@@ -85,7 +94,7 @@ void fx_entries_new(fx_hazard *h, const uint64_t *keys, uint32_t n) {
 
 static void forget_block(fx_hazard *h, uint32_t entry) {
   if (h->block_of[entry] == FX_NONE) return;
-  h->entry_of[h->block_of[entry]] = FX_NONE;
+  fx_set_entry(h, h->block_of[entry], FX_NO_ENTRY);
   h->here[entry] = 0;
 }
 
@@ -123,8 +132,17 @@ uint32_t fx_piece_up(const fx_hazard *h, uint32_t last, uint32_t n, uint32_t *fi
 /* How many of n neighbours are in the tier. */
 uint32_t fx_count_here(const fx_hazard *h, uint32_t first, uint32_t n) {
   const uint8_t *here = h->here + first;
-  uint32_t count = 0;
-  for (uint32_t i = 0; i < n; i++) count += here[i];
+  uint32_t count = 0, i = 0;
+  while (i + 8 <= n) { /* 0 or 1 in each byte: sums of up to 255 words stay apart */
+    uint64_t sums = 0, eight;
+    for (uint32_t end = i + fx_least((n - i) / 8, 255) * 8; i < end; i += 8) {
+      memcpy(&eight, here + i, sizeof eight);
+      sums += eight;
+    }
+    uint64_t pairs = (sums & 0x00FF00FF00FF00FFu) + (sums >> 8 & 0x00FF00FF00FF00FFu);
+    count += (uint32_t)(pairs * 0x0001000100010001u >> 48);
+  }
+  for (; i < n; i++) count += here[i];
   return count;
 }
 
@@ -165,22 +183,28 @@ uint32_t fx_run_at(const fx_hazard *h, const fx_run *run, uint32_t depth) {
 
 /* An entry has no block any more. */
 static void part(fx_hazard *h, uint32_t entry) {
-  if (entry == FX_NONE || h->block_of[entry] == FX_NONE) return;
+  if (h->block_of[entry] == FX_NONE) return;
   if (h->here[entry]) h->shared -= (uint32_t)fx_is_held(h, entry);
   h->here[entry] = 0;
-  h->entry_of[h->block_of[entry]] = FX_NONE;
+  fx_set_entry(h, h->block_of[entry], FX_NO_ENTRY);
   h->block_of[entry] = FX_NONE;
 }
 
-static inline void place(fx_hazard *h, uint32_t entry, uint32_t block) {
-  if (block == FX_NONE || h->block_of[entry] == block) return;
-  if (h->entry_of[block] != FX_NONE) part(h, h->entry_of[block]);
-  if (h->block_of[entry] != FX_NONE) part(h, entry);
-  h->block_of[entry] = block;
-  h->entry_of[block] = entry;
-  if (!h->in_tier[block]) return;
-  h->here[entry] = 1;
-  h->shared += (uint32_t)fx_is_held(h, entry);
+/* Blocks of neighbouring entries. */
+static void place(fx_hazard *h, uint32_t first, const uint32_t *blocks, uint32_t n) {
+  uint32_t *block_of = h->block_of + first, *tag = h->tag;
+  for (uint32_t i = 0; i < n; i++) {
+    uint32_t block = blocks[i], entry = first + i;
+    if (block == FX_NONE || block_of[i] == block) continue;
+    if (tag[block] >> 1 != FX_NO_ENTRY) part(h, tag[block] >> 1);
+    part(h, entry);
+    block_of[i] = block;
+    if (tag[block] & 1) {
+      h->here[entry] = 1;
+      h->shared += (uint32_t)fx_is_held(h, entry);
+    }
+    tag[block] = entry << 1 | (tag[block] & 1);
+  }
 }
 
 void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t first, uint32_t n) {
@@ -193,32 +217,32 @@ void fx_hazard_placed(fx_hazard *h, const uint32_t *blocks, uint32_t first, uint
     uint32_t entry = piece->entry + (from - piece->depth);
     const uint32_t *given = blocks + (from - first);
     if (!memcmp(h->block_of + entry, given, (end - from) * sizeof *given)) continue;
-    for (; from < end; from++, entry++) place(h, entry, *given++);
+    place(h, entry, given, end - from);
   }
 }
 
 /* How many of the n blocks, from the first, are those of neighbouring entries of one run, all held or none of them. */
 static uint32_t alike(const fx_hazard *h, const uint32_t *blocks, uint32_t n, int *held) {
-  uint32_t entry = h->entry_of[blocks[0]], same = 1, number;
+  uint32_t entry = fx_entry_of(h, blocks[0]), same = 1, number;
   *held = 0;
-  if (entry == FX_NONE) return 1;
+  if (entry == FX_NO_ENTRY) return 1;
   const fx_run *run = &h->run[number = h->run_of[entry]];
   *held = h->depth[entry] < run->high;
   n = fx_least(n, (*held ? run->high : run->end) - h->depth[entry]);
-  while (same < n && h->entry_of[blocks[same]] == entry + same && h->linked[entry + same] &&
+  while (same < n && fx_entry_of(h, blocks[same]) == entry + same && h->linked[entry + same] &&
          h->run_of[entry + same] == number)
     same++;
   return same;
 }
 
 uint32_t fx_hazard_came(fx_hazard *h, const uint32_t *blocks, uint32_t n, uint8_t *wanted) {
-  uint32_t count = 0;
+  uint32_t count = 0, *tag = h->tag;
   for (uint32_t i = 0, some; i < n; i += some) {
     int held;
     some = alike(h, blocks + i, n - i, &held);
-    uint32_t entry = h->entry_of[blocks[i]];
-    for (uint32_t k = 0; k < some; k++) h->in_tier[blocks[i + k]] = 1;
-    if (entry != FX_NONE) {
+    uint32_t entry = fx_entry_of(h, blocks[i]);
+    for (uint32_t k = i; k < i + some; k++) tag[blocks[k]] |= 1;
+    if (entry != FX_NO_ENTRY) {
       if (held) h->shared += some - fx_count_here(h, entry, some);
       memset(h->here + entry, 1, some);
     }
@@ -231,27 +255,25 @@ uint32_t fx_hazard_came(fx_hazard *h, const uint32_t *blocks, uint32_t n, uint8_
 /* How many of the n blocks, from the first, are those of neighbouring entries of one run, each the parent of the one
  * before it: as blocks leave. */
 static uint32_t rising(const fx_hazard *h, const uint32_t *blocks, uint32_t n) {
-  uint32_t entry = h->entry_of[blocks[0]], up = 0;
+  uint32_t entry = fx_entry_of(h, blocks[0]), up = 0;
   n = fx_least(n, h->depth[entry] + 1 - h->run[h->run_of[entry]].low);
-  while (up + 1 < n && h->linked[entry - up] && h->entry_of[blocks[up + 1]] == entry - up - 1) up++;
+  while (up + 1 < n && h->linked[entry - up] && fx_entry_of(h, blocks[up + 1]) == entry - up - 1) up++;
   return up + 1;
 }
 
 void fx_hazard_left(fx_hazard *h, const uint32_t *blocks, uint32_t n) {
+  uint32_t *tag = h->tag;
   for (uint32_t i = 0, some; i < n; i += some) {
-    uint32_t last = h->entry_of[blocks[i]];
+    uint32_t last = fx_entry_of(h, blocks[i]);
     some = 1;
-    h->in_tier[blocks[i]] = 0;
-    if (last == FX_NONE) continue;
+    tag[blocks[i]] &= ~1u;
+    if (last == FX_NO_ENTRY) continue;
     some = rising(h, blocks + i, n - i);
     uint32_t first = last + 1 - some, high = h->run[h->run_of[last]].high;
     if (h->depth[first] < high) h->shared -= fx_count_here(h, first, fx_least(some, high - h->depth[first]));
     memset(h->here + first, 0, some);
     memset(h->block_of + first, 0xFF, some * sizeof *h->block_of);
-    for (uint32_t k = i; k < i + some; k++) {
-      h->entry_of[blocks[k]] = FX_NONE;
-      h->in_tier[blocks[k]] = 0;
-    }
+    for (uint32_t k = i; k < i + some; k++) tag[blocks[k]] = FX_NO_ENTRY << 1;
   }
 }
 

@@ -45,8 +45,9 @@ void fx_switch(fx_hazard *h) {
 void fx_look_around(fx_hazard *h) {
   uint32_t end = h->max_blocks - h->cursor < FX_LOOK ? h->max_blocks : h->cursor + FX_LOOK;
   for (; h->cursor < end && h->unwanted_count < h->max_blocks; h->cursor++) {
-    uint32_t entry = h->entry_of[h->cursor];
-    if (h->in_tier[h->cursor] && (entry == FX_NONE || !fx_is_held(h, entry))) h->unwanted[h->unwanted_count++] = h->cursor;
+    uint32_t entry = fx_entry_of(h, h->cursor);
+    if (!fx_in_tier(h, h->cursor) || (entry != FX_NO_ENTRY && fx_is_held(h, entry))) continue;
+    h->unwanted[h->unwanted_count++] = h->cursor;
   }
 }
 

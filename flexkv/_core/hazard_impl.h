@@ -75,8 +75,7 @@ struct fx_hazard {
   fx_rates *rates;
   fx_piece *path; /* of the prompt served last; `known` entries in the first `known_pieces` */
   uint32_t *fresh, pieces, known_pieces, length, known, kept; /* kept: held of a put */ /* fresh: its runs */
-  uint32_t *entry_of; /* by block */
-  uint8_t *in_tier;
+  uint32_t *tag; /* by block: see fx_entry_of, fx_in_tier */
   uint32_t shared; /* entries held that are here */
   uint32_t *unwanted, unwanted_count, cursor; /* cursor: those below were looked at since following began */
   double now;
@@ -87,6 +86,13 @@ struct fx_hazard {
   size_t memory_bytes;
 };
 
+/* What is known of a block in one word: 2 * entry, FX_NO_ENTRY if it has none; and 1 if it is in the tier. */
+#define FX_NO_ENTRY (FX_NONE >> 1)
+static inline uint32_t fx_entry_of(const fx_hazard *h, uint32_t block) { return h->tag[block] >> 1; }
+static inline uint32_t fx_in_tier(const fx_hazard *h, uint32_t block) { return h->tag[block] & 1; }
+static inline void fx_set_entry(fx_hazard *h, uint32_t block, uint32_t entry) {
+  h->tag[block] = entry << 1 | (h->tag[block] & 1);
+}
 static inline uint32_t fx_held(const fx_run *run) { return run->high - run->low; }
 static inline int fx_is_held(const fx_hazard *h, uint32_t entry) {
   return h->depth[entry] < h->run[h->run_of[entry]].high;
