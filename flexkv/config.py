@@ -112,7 +112,7 @@ class FlexKVConfig(ClusterFields):
     remote_options: Options = Field({}, description="options of the remote plug-in, such as url")
 
     # Eviction
-    eviction_policy: str = Field("lru", description="policy of every tier")
+    eviction_policy: str = Field("hazard", description="policy of every tier")
     host_policy: str | None = Field(None, description="policy of the host tier, if another")
     disk_policy: str | None = Field(None, description="policy of the disk tier, if another")
     remote_policy: str | None = Field(None, description="policy of the remote tier, if another")

@@ -33,7 +33,7 @@ _PARTS, _WORD_BYTES = 2, 2  # K and V, 16-bit elements
 
 @dataclass(frozen=True, slots=True)
 class ReplaySetup:
-    """How to replay. `disk_blocks` 0: no disk tier. `speed` 0: as fast as possible, else so many
+    """How to replay. `disk_blocks` 0: no disk tier; `policy` None: the default one. `speed` 0: as fast as possible, else so many
     times as fast as the trace was; `concurrency` requests are under way at most.
     """
 
@@ -41,7 +41,7 @@ class ReplaySetup:
     disk_blocks: int = 0
     block_bytes: int = 4096
     directory: Path | None = None
-    policy: str = "lru"
+    policy: str | None = None
     speed: float = 0.0
     concurrency: int = 1
 
@@ -115,12 +115,13 @@ class _Replay:
         """Open a manager, replay, close."""
         setup = self._setup
         stride = setup.spec.stride_bytes
-        settings: dict[str, Any] = {"huge_pages": False, "host_policy": setup.policy}
+        settings: dict[str, Any] = {"huge_pages": False}
+        if setup.policy:
+            settings["eviction_policy"] = setup.policy
         if setup.disk_blocks:
             settings |= {
                 "disk_cache_bytes": setup.disk_blocks * stride,
                 "disk_dirs": [self._folder],
-                "disk_policy": setup.policy,
             }
         config = FlexKVConfig.load(
             model="replay", spec=setup.spec, host_cache_bytes=setup.host_blocks * stride, **settings
@@ -218,7 +219,7 @@ class _Replay:
         usage = kv.usage()
         return {
             "trace": self._trace.name,
-            "policy": setup.policy,
+            "policy": setup.policy or FlexKVConfig().eviction_policy,
             "requests": len(self._trace.requests),
             "accesses": accesses,
             "hits": counts.hits,

@@ -182,7 +182,9 @@ def replay(
         Path | None, typer.Option("--dir", help="Where the files of the disk tier are made.")
     ] = None,
     block_bytes: Annotated[int, typer.Option(help="Bytes that stand for one block.")] = 4096,
-    policy: Annotated[str, typer.Option(help="Eviction policy of every tier.")] = "lru",
+    policy: Annotated[
+        str | None, typer.Option(help="Eviction policy of every tier, if not the default.")
+    ] = None,
     speed: Annotated[
         float, typer.Option(help="So many times as fast as it was; 0: as fast as possible.")
     ] = 0.0,
