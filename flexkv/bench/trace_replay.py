@@ -33,8 +33,9 @@ _PARTS, _WORD_BYTES = 2, 2  # K and V, 16-bit elements
 
 @dataclass(frozen=True, slots=True)
 class ReplaySetup:
-    """How to replay. `disk_blocks` 0: no disk tier; `policy` None: the default one. `speed` 0: as fast as possible, else so many
-    times as fast as the trace was; `concurrency` requests are under way at most.
+    """How to replay. `disk_blocks` 0: no disk tier; `policy` None: the default one. `speed` 0: as
+    fast as possible, else so many times as fast as the trace was; `concurrency` requests are under
+    way at most.
     """
 
     host_blocks: int
