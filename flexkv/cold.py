@@ -118,8 +118,6 @@ class Matching(Protocol):
 
     def get_match(self, tokens: Any, *, namespace: Any, weigh: bool) -> Plan: ...
 
-    def remove(self, tokens: Any, *, namespace: Any) -> int: ...
-
 
 @dataclass(frozen=True, eq=False)
 class ColdCopy:
@@ -199,14 +197,13 @@ class ColdCopy:
         return slots[self.positions]
 
     def find(self, kv: Matching) -> Plan | None:
-        """Return a plan for all that stays, to be launched; None if a block of it is gone.
+        """Return a plan for all that stays, to be launched; None if a block of it is not there.
 
-        What is left of it is of no use then, and is forgotten. With a BlockingKVManager:
-        `kv.call(copy.find, kv.manager)`.
+        The others stay until they are evicted: it may be on its way, and putting the copy again
+        stores only what is missing. With a BlockingKVManager: `kv.call(copy.find, kv.manager)`.
         """
         plan = kv.get_match(self.tokens, namespace=self.namespace, weigh=False)
         if plan.matched == len(self.tokens):
             return plan
         plan.cancel()
-        kv.remove(self.tokens, namespace=self.namespace)
         return None

@@ -59,19 +59,50 @@ async def test_a_copy_comes_back_from_host_and_disk_to_where_it_stood(tmp_path: 
         await check(rig, tokens, cold(tokens, copy.blocks))
 
 
-async def test_it_is_all_or_nothing_and_the_rest_is_forgotten() -> None:
+async def test_it_is_all_or_nothing_and_putting_it_again_stores_what_is_missing() -> None:
     tokens = prompt(1, 7)
     copy = cold(tokens)
     async with open_rig(host=8) as rig:
-        await put(rig, tokens, copy)
-        assert rig.kv.remove(copy.tokens, namespace=copy.namespace) == 3 * SIZE
         part = ColdCopy(
             copy.tokens[:SIZE], copy.namespace, copy.blocks[:1], copy.positions[:SIZE], 7 * SIZE
         )
         await put(rig, tokens, part)  # as if the last two had been evicted
         assert copy.find(rig.kv) is None
-        assert rig.kv.usage()["host"]["resident"] == 0
         assert rig.kv.usage()["manager"]["plans"] == 0
+        slots = copy.slots(slots_of(range(7)))
+        stored = await rig.kv.put_async(copy.tokens, slots, namespace=copy.namespace)
+        assert stored.new == 2 * SIZE
+        await check(rig, tokens, copy)
+
+
+async def test_looking_for_a_copy_that_is_on_its_way_does_not_lose_it() -> None:
+    tokens = prompt(1, 7)
+    copy = cold(tokens)
+    async with open_rig(host=8) as rig:
+        for number in range(7):
+            rig.device.write(number, pattern(tokens, number))
+        slots = copy.slots(slots_of(range(7)))
+        transfer = rig.kv.put_async(copy.tokens, slots, namespace=copy.namespace)
+        assert copy.find(rig.kv) is None
+        await transfer
+        await check(rig, tokens, copy)
+
+
+async def test_a_copy_in_a_remote_store_comes_back_for_its_session_alone(tmp_path: Path) -> None:
+    remote: dict[str, Any] = {
+        "remote_backend": "objects",
+        "remote_cache_bytes": 32 * STRIDE,
+        "remote_options": {"url": tmp_path.as_uri()},
+        "spill": "through",
+    }
+    tokens = prompt(1, 7)
+    copy = cold(tokens)
+    async with open_rig(host=4, **remote) as rig:
+        await put(rig, tokens, copy)
+        await rig.push_out()
+        assert rig.kv.get_match(copy.tokens).matched == 0
+        assert cold(tokens, session="chat 8").find(rig.kv) is None
+        await check(rig, tokens, copy)
 
 
 async def test_nobody_else_finds_it_and_it_finds_nobody_else() -> None:
