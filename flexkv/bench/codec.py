@@ -32,6 +32,7 @@ def run(
     codecs: str | Sequence[str] = ("int8", "int4", "lossless"),
     dtype: str = "bfloat16",
     tokens: int = 2048,
+    continuation_tokens: int = 512,
     tokens_per_block: int = 16,
     repeats: int = 5,
     model: bool = True,
@@ -42,13 +43,15 @@ def run(
     Args:
         codecs: names, or one text with commas between them.
         dtype: of the KV: what ratios are against.
+        continuation_tokens: read behind the restored `tokens`; answers are compared at each (the
+            text has some 2,300).
         model: whether to ask the real model; without it errors are of random numbers, and cold
             copies are left out.
     """
     names = codecs.split(",") if isinstance(codecs, str) else list(codecs)
     steps = len(names) + 1
     progress("real KV" if model else "random KV", 0, steps)
-    sample = _sample(tokens, tokens_per_block, dtype) if model else None
+    sample = _sample(tokens, continuation_tokens, tokens_per_block, dtype) if model else None
     if sample is None:
         spec = KVSpec.uniform(30, 3, 64, dtype, tokens_per_block=tokens_per_block)
         source = random_blocks(spec, tokens // tokens_per_block)
@@ -71,12 +74,17 @@ def run(
     return results
 
 
-def _sample(tokens: int, tokens_per_block: int, dtype: str) -> Any:
+def _sample(tokens: int, continuation_tokens: int, tokens_per_block: int, dtype: str) -> Any:
     """The real model's KV, or None where there is no model."""
     try:
         from flexkv.integration.transformers.fidelity import Sample
 
-        return Sample(prefix_tokens=tokens, tokens_per_block=tokens_per_block, dtype=dtype)
+        return Sample(
+            prefix_tokens=tokens,
+            continuation_tokens=continuation_tokens,
+            tokens_per_block=tokens_per_block,
+            dtype=dtype,
+        )
     except (ImportError, ConfigError):
         return None
 

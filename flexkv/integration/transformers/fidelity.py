@@ -2,14 +2,12 @@
 real text, with what the model says behind it) - `Sample.compare` (the same with other KV),
 `Sample.thinned` (the same with a part of it), `Sample.attention` (what the prefix's end looks at).
 
-The text is this module's source and the demo's handbook; the KV of its first part is the restored
-prefix, the rest is read behind it token by token as it stands (teacher forcing).
+The text is `measured_text.md`, which nobody edits; the KV of its first part is the restored prefix,
+the rest is read behind it token by token as it stands (teacher forcing).
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from flexkv.integration.transformers.weights import load_model
 from flexkv.model import KVSpec
 
 _WATCHED = "flexkv_watched_sdpa"
-_SOURCE_TOKENS = 600
 
 Values = NDArray[np.float32]  # [layers, 2, tokens, heads, head size]
 
@@ -193,9 +190,9 @@ class Sample:
 
 
 def _text(tokenizer: Any) -> list[int]:
-    handbook = Path(__file__).with_name("demo_handbook.md").read_text(encoding="utf-8")
-    source = tokenizer(inspect.getsource(sys.modules[__name__]))["input_ids"][:_SOURCE_TOKENS]
-    return [*source, *tokenizer(handbook)["input_ids"]]
+    text = Path(__file__).with_name("measured_text.md").read_text(encoding="utf-8")
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return ids
 
 
 def _rounded(values: Values, dtype: str) -> Values:
