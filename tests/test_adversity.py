@@ -147,9 +147,11 @@ async def test_writes_that_lie(tmp_path: Path, engine: str, kind: str) -> None:
     """The device says it wrote, but did not, or wrote something else."""
     async with open_rig(tmp_path, disk_engine=engine) as rig:
         faults = rig.faults()
-        faults.add("write", kind, skip=2, times=2)
-        await rig.put(TOKENS)
+        await rig.put(TOKENS[:8])
+        faults.add("write", kind, times=2)
+        await rig.put(TOKENS[:16])  # alone, so that no other block is written first
         faults.clear()
+        await rig.put(TOKENS)
         await rig.push_out()
         result = await rig.get(TOKENS)
         assert result.loaded == 8

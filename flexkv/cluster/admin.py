@@ -77,14 +77,25 @@ class Admin:
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """Ask a node to get ready to leave: others go on reading from it, and copy what they use.
 
+        It is said to the node's present life; what is started anew under its name is not draining.
+
         Raises:
             InputError: there is no such node.
         """
         check_node(node)
-        known = sorted(record.node for record in await self.nodes())
-        if node not in known and not undo:
-            raise InputError(f"no node {node!r} is alive; there are: {', '.join(known) or 'none'}")
-        await self._link.ask("SREM" if undo else "SADD", self._names.draining, node)
+        records, names = await self.nodes(), self._names
+        lives = {_member(record) for record in records if record.node == node}
+        if not lives:
+            known = ", ".join(sorted(record.node for record in records))
+            raise InputError(f"no node {node!r} is alive; there are: {known or 'none'}")
+        marked = {text.decode() for text in await self._link.ask("SMEMBERS", names.draining)}
+        gone = marked - {_member(record) for record in records}
+        if undo:
+            gone |= lives
+        commands = [("SREM", names.draining, *gone)] if gone else []
+        if not undo:
+            commands.append(("SADD", names.draining, *lives))
+        await self._link.ask_all(commands)
 
     async def reset(
         self, timeout_ms: float, progress: Callable[[int, int], None] = lambda done, of: None

@@ -107,6 +107,7 @@ class Publisher:
             await self.link.ask_all(
                 [
                     ("ZREM", self._names.members, self.member),
+                    ("SREM", self._names.draining, self.member),
                     *(("UNLINK", name) for name in gone),
                     self._notice("gone", self.member),
                 ]
@@ -228,7 +229,7 @@ class Publisher:
                 ("ZADD", names.epoch, "GT", self.record.epoch, "epoch"),
                 ("ZSCORE", names.epoch, "epoch"),
                 ("ZRANGE", names.members, 0, -1, "WITHSCORES"),
-                ("SISMEMBER", names.draining, self.record.node),
+                ("SISMEMBER", names.draining, self.member),
                 *([("PEXPIRE", snapshot, ttl_ms)] if snapshot else []),
                 *([self._notice("record", self.member)] if self._changed else []),
                 *(

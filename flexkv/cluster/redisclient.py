@@ -22,13 +22,20 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 
+from flexkv.backends.remote.urls import tls_options
 from flexkv.cluster.settings import ClusterSettings
 from flexkv.errors import FlexKVError
 
 Word: TypeAlias = bytes | str | int | float
 _CLOSE_S = 0.5
+_NO_ANSWER = (RedisError, RedisClusterException, OSError, EOFError)
 
 
 class LinkError(FlexKVError):
@@ -60,7 +67,7 @@ class Link:
         self._count(words)
         try:
             answer = await self._client.execute_command(*words)
-        except (RedisError, OSError, EOFError) as error:
+        except _NO_ANSWER as error:
             raise _wrapped(error) from error
         self.received_bytes += _weight(answer)
         return answer
@@ -81,7 +88,7 @@ class Link:
             pipeline.execute_command(*words)
         try:
             answers: list[Any] = await pipeline.execute()
-        except (RedisError, OSError, EOFError) as error:
+        except _NO_ANSWER as error:
             raise _wrapped(error) from error
         self.received_bytes += _weight(answers)
         return answers
@@ -114,13 +121,18 @@ def _client(
         "protocol": 2,
     }
     once = Retry(NoBackoff(), 0)
+    tls = tls_options(where)
+    several = tls | {"ssl": True} if where["tls"] else {}  # as clients of many servers take it
     if "nodes" in where:
+        options |= several
         nodes = [ClusterNode(host, port) for host, port in where["nodes"]]
         return RedisCluster(startup_nodes=nodes, **options), []
     options |= {"retry": once, "db": where.get("db") or 0}
     if "sentinels" in where:
         watch: Any = Sentinel(  # type: ignore[no-untyped-call]
-            where["sentinels"], sentinel_kwargs={"socket_timeout": timeout_s}, **options
+            where["sentinels"],
+            sentinel_kwargs={"socket_timeout": timeout_s} | several,
+            **options | several,
         )
         master: Redis = watch.master_for(where["service"])
         return master, watch.sentinels
@@ -130,7 +142,7 @@ def _client(
     else:
         kind = SSLConnection if where["tls"] else Connection
         options |= {"host": where.get("host", "127.0.0.1"), "port": where.get("port", 6379)}
-        options |= {name: value for name, value in where.items() if name.startswith("ssl_")}
+        options |= tls
     return Redis.from_pool(ConnectionPool(connection_class=kind, **options)), []
 
 

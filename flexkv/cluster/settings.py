@@ -91,7 +91,7 @@ class Names:
         self.members = f"{base}:members"  # sorted set: member -> generation and heartbeat
         self.roster = f"{base}:roster"  # stream: whose record is new, who leaves, which epoch
         self.epoch = f"{base}:epoch"  # sorted set with one element, because ZADD GT never goes back
-        self.draining = f"{base}:draining"  # set of the names of nodes that are to drain
+        self.draining = f"{base}:draining"  # set of members that are to drain
 
     def record(self, member: str) -> str:
         """The record of a node."""

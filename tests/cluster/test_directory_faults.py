@@ -327,6 +327,29 @@ async def test_a_node_drains_when_it_is_asked_to_and_can_be_kept(server: RedisSe
             await admin.drain("three")
 
 
+async def test_a_node_that_was_draining_when_it_died_is_none_when_it_is_started_anew(
+    server: RedisServer,
+) -> None:
+    settings = quick(server.url)
+    one, two = Node("one", settings), Node("two", settings)
+
+    def state() -> str:
+        record = two.directory.nodes().get("one")
+        return record.state if record else "gone"
+
+    async with running(two), Admin(settings) as admin:
+        async with until_killed(one):
+            await eventually(lambda: state() == "up")
+            await admin.drain("one")
+            await eventually(lambda: state() == "draining")
+        await eventually(lambda: state() == "gone")
+        async with running(Node("one", settings, incarnation=2)):
+            await eventually(lambda: state() != "gone")
+            await admin.drain("two")  # so that a whole heartbeat has passed
+            await eventually(lambda: two.directory.record.state == "draining")
+            assert state() == "up"
+
+
 # the ways to a server
 
 
@@ -395,6 +418,41 @@ async def test_tls_with_a_user_and_a_certificate_of_an_unknown_authority(
             with pytest.raises(LinkError, match=r"(?i)certificate") as caught:
                 await admin.nodes()
     assert "sesame" not in str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+@pytest.mark.parametrize("kind", ["clusters", "sentinels"])
+async def test_tls_to_every_server_of_several(
+    start: Callable[..., RedisServer], tmp_path: Path, kind: str
+) -> None:
+    good, key = certificate(tmp_path, "good")
+    port, watch = free_port(), free_port()
+    files = ["--tls-cert-file", good, "--tls-key-file", key, "--tls-ca-cert-file", good]
+    files += ["--tls-auth-clients", "no"]
+    more = ["--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--tls-cluster", "yes"]
+    try:
+        server = start("--tls-port", str(port), *files, *(more if kind == "clusters" else []))
+    except RuntimeError:
+        pytest.skip("this redis-server has no TLS")
+    if kind == "clusters":
+        with client(server) as other:
+            other.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            state = b"cluster_state:ok"
+            await eventually(lambda: state in other.execute_command("CLUSTER", "INFO"))
+        place = f"clusters://127.0.0.1:{port}"
+    else:
+        path = tmp_path / "sentinel.conf"
+        path.write_text(f"tls-replication yes\nsentinel monitor kv 127.0.0.1 {port} 1\n")
+        start("--sentinel", "--tls-port", str(watch), *files, file=path)
+        place = f"sentinels://127.0.0.1:{watch}/kv"
+    settings = quick(f"{place}?ssl_ca_certs={good}")
+    one, two = Node("one", settings), Node("two", settings)
+    one.store(chain(1, 20))
+    async with running(one, two):
+        await two.sees(one)
+    async with Admin(quick(place)) as admin:  # an authority that nobody has named
+        with pytest.raises(LinkError, match=r"(?i)certificate|no master"):
+            await admin.nodes()
 
 
 async def test_redis_cluster(start: Callable[..., RedisServer]) -> None:

@@ -21,7 +21,7 @@ from redis.sentinel import Sentinel
 from flexkv.backends.remote.couriers import Client
 from flexkv.backends.remote.settings import RemoteSettings, hidden, secret
 from flexkv.backends.remote.store import RemoteStore
-from flexkv.backends.remote.urls import places
+from flexkv.backends.remote.urls import places, tls_options
 from flexkv.errors import ConfigError
 from flexkv.model import DAMAGED, FAILED, LANDED, MISSING, Statuses
 
@@ -68,7 +68,7 @@ class RedisSettings(RemoteSettings):
         if "nodes" in found:
             raise ConfigError(
                 "remote store: a url of kind 'cluster' is not supported for values; "
-                "give redis://, rediss://, unix:// or sentinel://"
+                "give redis://, rediss://, unix://, sentinel:// or sentinels://"
             )
         return found
 
@@ -241,8 +241,11 @@ class RespClient:
         try:
             if places["tls"]:
                 context = ssl.create_default_context(cafile=places.get("ssl_ca_certs"))
+                if "ssl_certfile" in places:
+                    context.load_cert_chain(places["ssl_certfile"], places.get("ssl_keyfile"))
                 connection.settimeout(self._timeout_s)
-                connection = context.wrap_socket(connection, server_hostname=places.get("host"))
+                name = places.get("host") or connection.getpeername()[0]
+                connection = context.wrap_socket(connection, server_hostname=name)
                 self._waits = 0
             else:
                 _limit(connection, self._timeout_s)
@@ -273,8 +276,9 @@ class RespClient:
         host, port = places.get("host", "127.0.0.1"), places.get("port", 6379)
         if "sentinels" in places:
             try:
+                more = tls_options(places) | {"ssl": True} if places["tls"] else {}
                 watch: Any = Sentinel(  # type: ignore[no-untyped-call]
-                    places["sentinels"], socket_timeout=self._timeout_s
+                    places["sentinels"], socket_timeout=self._timeout_s, **more
                 )
                 host, port = watch.discover_master(places["service"])
             except RedisError as error:
