@@ -101,15 +101,15 @@ class Publisher:
         """Take away what is on the server; best effort."""
         if not self.connected:
             return
-        gone = [self._names.record(self.member), self._log]
-        gone.append(self._names.snapshot(self.member, *self._covered))
+        names, member = self._names, self.member
+        gone = (names.record(member), self._log, names.snapshot(member, *self._covered))
         try:
             await self.link.ask_all(
                 [
-                    ("ZREM", self._names.members, self.member),
-                    ("SREM", self._names.draining, self.member),
+                    ("ZREM", names.members, member),
+                    ("SREM", names.draining, member),
                     *(("UNLINK", name) for name in gone),
-                    self._notice("gone", self.member),
+                    self._notice("gone", member),
                 ]
             )
         except LinkError as error:
