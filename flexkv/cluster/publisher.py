@@ -103,15 +103,10 @@ class Publisher:
             return
         names, member = self._names, self.member
         gone = (names.record(member), self._log, names.snapshot(member, *self._covered))
+        commands: list[tuple[Any, ...]] = [("UNLINK", name) for name in gone]
+        commands += [("ZREM", names.members, member), ("SREM", names.draining, member)]
         try:
-            await self.link.ask_all(
-                [
-                    ("ZREM", names.members, member),
-                    ("SREM", names.draining, member),
-                    *(("UNLINK", name) for name in gone),
-                    self._notice("gone", member),
-                ]
-            )
+            await self.link.ask_all([*commands, self._notice("gone", member)])
         except LinkError as error:
             log.info("directory.not_left", problem=str(error))
 
