@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import resource
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -416,7 +417,7 @@ def test_close_unpins_registered_memory(loop: str) -> None:
     run_on(loop, main())
 
 
-def test_jobs_do_not_all_end_at_once(loop: str, direct: int) -> None:
+def test_of_equal_jobs_the_first_is_there_soonest(loop: str, direct: int) -> None:
     async def main() -> None:
         memory = Memory(512)
         places = np.arange(512)
@@ -426,7 +427,7 @@ def test_jobs_do_not_all_end_at_once(loop: str, direct: int) -> None:
                 for _ in range(8)
             ]
             assert await jobs[0] == Done(0, 0)
-            assert lib.fx_ring_queued(ring.ring) > 512  # there is work while the next one is made
+            assert lib.fx_ring_queued(ring.ring) > 6 * 512
             for job in jobs:
                 assert await job == Done(0, 0)
 
@@ -474,6 +475,26 @@ def test_a_short_batch_overtakes_a_long_one(loop: str, direct: int) -> None:
             assert long.done is None
             assert lib.fx_ring_queued(ring.ring) > 2000
             assert await long == Done(0, 0)
+
+    run_on(loop, main())
+
+
+def test_a_stream_of_short_batches_does_not_keep_a_long_one_waiting(loop: str, direct: int) -> None:
+    async def main() -> None:
+        memory, pages = Memory(1), 300
+        async with opened(depth=1) as ring:
+            places = np.arange(pages)[::-1] * PAGE
+            long, _ = ring.queue(READ, direct, places, memory.base, PAGE)
+            waiting = deque(ring.queue(READ, direct, 0, memory.base, PAGE)[0] for _ in range(3))
+            overtook = 0
+            while long.done is None:
+                assert await waiting.popleft() == Done(0, 0)
+                waiting.append(ring.queue(READ, direct, 0, memory.base, PAGE)[0])
+                overtook += 1
+                assert overtook < 4 * pages
+            assert overtook > pages / 2
+            for ticket in waiting:
+                assert await ticket == Done(0, 0)
 
     run_on(loop, main())
 

@@ -23,7 +23,6 @@
 #define MAX_RETRIES 1000u /* of -EAGAIN and -EINTR without progress */
 #define FLUSH_ENTRIES 64u /* per submission: pinning pages for more would stall the loop */
 #define FLUSH_BYTES (8u << 20) /* the same, for large I/Os: about 0.04 ms per MiB */
-#define TURN_BYTES (1u << 20) /* a job's share before the next one is served */
 #define WRITE_TURN 8u     /* of that many ops one is a write, when reads wait too */
 
 typedef struct job {
@@ -31,7 +30,7 @@ typedef struct job {
   uint64_t ticket;
   int32_t *results;
   uint32_t n, started, finished; /* entries */
-  uint32_t served;               /* bytes of this turn */
+  uint64_t due;                  /* see append */
   int mode, error;
   int32_t *fds;
   uint32_t *lengths;
@@ -54,6 +53,7 @@ typedef struct {
 
 typedef struct {
   job *head, *tail;
+  uint64_t served; /* bytes of all jobs so far */
 } lane;
 
 struct fx_ring {
@@ -80,14 +80,19 @@ static uint32_t pop(const fx_ring *ring, fifo *f) {
   return item;
 }
 
+/* A job is due when the lane has served as many bytes more as it has itself, and the one that is due first is served, to
+ * its end: a short job overtakes long ones, but a stream of short ones no longer than it takes to serve as many bytes
+ * as the long one has, and of equal ones the first is there soonest. */
 static void append(fx_ring *ring, job *j) {
   lane *l = &ring->lanes[j->mode & 1];
-  j->next = NULL;
-  if (l->tail)
-    l->tail->next = j;
-  else
-    l->head = j;
-  l->tail = j;
+  job **at = &l->head;
+  j->due = l->served;
+  for (uint32_t i = 0; i < j->n; i++) j->due += j->lengths[i];
+  if (l->tail && l->tail->due <= j->due) at = &l->tail->next;
+  while (*at && (*at)->due <= j->due) at = &(*at)->next;
+  j->next = *at;
+  *at = j;
+  if (!j->next) l->tail = j;
 }
 
 static job *take_head(lane *l) {
@@ -280,17 +285,6 @@ static lane *next_lane(fx_ring *ring) {
   return reads->head ? reads : writes->head ? writes : NULL;
 }
 
-/* The head of a lane got `bytes`. Turns of one I/O would make all jobs end at once, and leave the device with nothing to
- * do until the next ones are queued. */
-static void end_turn(fx_ring *ring, lane *l, uint32_t bytes) {
-  job *j = l->head;
-  j->served += bytes;
-  if (j->started < j->n && j->served < TURN_BYTES) return;
-  take_head(l);
-  j->served = 0;
-  if (j->started < j->n) append(ring, j);
-}
-
 /* Start ops until depth or bytes are used up. */
 static void start_ops(fx_ring *ring) {
   lane *l;
@@ -305,7 +299,8 @@ static void start_ops(fx_ring *ring) {
     ring->bytes += length;
     ring->queued -= count;
     j->started += count;
-    end_turn(ring, l, length);
+    l->served += length;
+    if (j->started == j->n) take_head(l);
     push(ring, &ring->todo, number);
   }
 }
