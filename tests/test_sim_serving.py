@@ -23,7 +23,7 @@ from flexkv.sim.serving.legs import Cost, CostOf, Leg, Wire
 from flexkv.sim.serving.prices import Prices
 from flexkv.sim.serving.replay import Costs, check_config
 from flexkv.sim.serving.serve import Report, serve
-from flexkv.sim.serving.sizing import Setup, hardware_costs, plan, sweep
+from flexkv.sim.serving.sizing import CodecRule, Setup, hardware_costs, plan, sweep
 from flexkv.sim.serving.tasks import Task, Tasks
 from flexkv.traces import Trace, TraceRequest
 
@@ -31,8 +31,8 @@ BLOCK, TOKENS = 4096, 16
 COPY_S, READ_S, LATENCY_S = 0.010, 0.025, 0.002  # of a block; of a batch
 
 
-def line(block_s: float) -> CostOf:
-    return lambda blocks: Cost(blocks * block_s, LATENCY_S + blocks * block_s)
+def line(block_s: float, latency_s: float = LATENCY_S) -> CostOf:
+    return lambda blocks: Cost(blocks * block_s, latency_s + blocks * block_s)
 
 
 COSTS: dict[Edge, CostOf] = {
@@ -296,6 +296,44 @@ def test_a_codec_makes_a_disk_hold_more_and_moves_less() -> None:
         for report in (before, after)
     )
     assert plain_s / coded_s == pytest.approx(made.spec.block_bytes / coding.stored_bytes)
+
+
+def test_the_verdict_on_a_codec_is_that_of_the_disk_that_is_simulated() -> None:
+    """int8 halves what one read brings; on a disk a thousand times as fast the cores are slower."""
+    made = setup()
+    assert made.codec_rule() is None
+    coding = Coding(made.block_bytes, made.block_bytes // 2, 1e9, 1e9)
+
+    def rule(bytes_per_s: float) -> CodecRule:
+        edge = line(coding.stored_bytes / bytes_per_s, latency_s=0)
+        costs = Costs({(DISK, HOST): edge}, coding=coding)
+        found = replace(made, costs=costs, settings={"disk_codec": "int8"}).codec_rule()
+        assert found is not None
+        return found
+
+    slow, fast = rule(1e6), rule(1e12)
+    assert slow.disk_bytes_per_s == pytest.approx(1e6)
+    assert slow.pays
+    assert slow.speedup == pytest.approx(2, rel=0.01)
+    assert not fast.pays
+    assert fast.speedup == pytest.approx(1e9 / 1e12, rel=0.01)
+    even = rule(slow.break_even_bytes_per_s)
+    assert slow.break_even_bytes_per_s == even.break_even_bytes_per_s
+    assert even.speedup == pytest.approx(1)
+
+
+def test_a_policy_that_learns_from_the_length_of_answers_is_told_it() -> None:
+    """The same prompts: what is kept depends on how long their answers were."""
+    prompts = made_requests(11, 600)
+    answers = [0 if number % 3 else 4_000 for number in range(len(prompts))]
+    hits = []
+    for told in (answers, [5] * len(prompts)):
+        requests = [
+            replace(one, output_tokens=count) for one, count in zip(prompts, told, strict=True)
+        ]
+        found = run(requests, host_blocks=24, disk_blocks=0, host_policy="hazard")
+        hits.append([one.matched for one in found.responses])
+    assert hits[0] != hits[1]
 
 
 def test_a_codec_without_rates_says_how_to_get_them() -> None:

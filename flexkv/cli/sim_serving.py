@@ -81,6 +81,7 @@ def serve(
     else:
         console = Console(highlight=False)
         console.print(_table([trial]))
+        _say_codec(console, setup)
         if declined := sum(trial.as_json()["declined_percent"].values()):
             console.print(
                 f"{declined:.1f} % of all blocks were there and computed: that was sooner"
@@ -123,7 +124,9 @@ def sweep_capacity(
     if as_json:
         print_json(_json(setup, results=[trial.as_json() for trial in trials]))
     else:
-        Console(highlight=False).print(_table(trials))
+        console = Console(highlight=False)
+        console.print(_table(trials))
+        _say_codec(console, setup)
 
 
 def plan(
@@ -181,6 +184,7 @@ def plan(
     else:
         console = Console(highlight=False)
         console.print(_table(found.pareto(), "nothing tried is both cheaper and faster than these"))
+        _say_codec(console, setup)
         limit = f"p{percentile:g} of TTFT within {ttft_ms:g} ms"
         if best is None:
             console.print(f"no size tried keeps {limit}")
@@ -255,7 +259,9 @@ def _blocks(text: str, setup: Setup) -> list[int]:
 def _json(setup: Setup, **more: Any) -> dict[str, Any]:
     from flexkv.sim.serving.prices import SOURCES
 
+    rule = setup.codec_rule()
     return {
+        "codec": None if rule is None else asdict(rule) | {"pays": rule.pays},
         "trace": setup.trace.name,
         "model": setup.compute.model.name,
         "block_bytes": setup.block_bytes,
@@ -264,6 +270,17 @@ def _json(setup: Setup, **more: Any) -> dict[str, Any]:
         "price_sources": SOURCES,
         **more,
     }
+
+
+def _say_codec(console: Console, setup: Setup) -> None:
+    """Print when the disk's codec pays, if there is one."""
+    if rule := setup.codec_rule():
+        verdict = "pays" if rule.pays else "does not pay"
+        console.print(
+            f"{rule.codec} {verdict}: it saves time where gets of {rule.blocks} blocks read less "
+            f"than {rule.break_even_bytes_per_s / 1e9:.1f} GB/s; this disk reads "
+            f"{rule.disk_bytes_per_s / 1e9:.1f}, with {rule.codec} {rule.speedup:.2f} x as fast"
+        )
 
 
 def _table(trials: list[Trial], title: str = "") -> Table:

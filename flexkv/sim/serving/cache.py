@@ -104,10 +104,10 @@ class VirtualCache:
         self._save(get.saves)
         yield from self._carry(get.graph, result)
 
-    def put(self, keys: KeyArray, result: Moved) -> Task:
+    def put(self, keys: KeyArray, result: Moved, output_tokens: int | None = None) -> Task:
         """Take the blocks that the host lacks from the device."""
         try:
-            plan = self.planner.plan_put([GroupKeys(keys)], self._now)
+            plan = self.planner.plan_put([GroupKeys(keys)], self._now, output_tokens)
         except CapacityError:
             result.refused = True
             return

@@ -259,7 +259,7 @@ class _Serving:
         self._compute.give()
         if self._decode_s:
             yield self._tasks.after(self._decode_s * request.output_tokens)
-        yield from self._cache.put(keys, put)
+        yield from self._cache.put(keys, put, request.output_tokens)
         response.refused = put.refused
         for moved in (got.moved_bytes, put.moved_bytes):
             for edge, size in moved.items():

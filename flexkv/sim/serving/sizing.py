@@ -1,4 +1,5 @@
-"""How much memory and disk: `Setup`, `Setup.run`, `sweep`, `plan`, `hardware_costs`, `kv_spec`.
+"""How much memory and disk: `Setup`, `Setup.run`, `sweep`, `plan`, `hardware_costs`, `kv_spec`;
+`CodecRule`, when a codec pays.
 
 `Setup` (a trace on a machine: what does not change) - `Trial` (one pair of sizes and what it came
 to) - `sweep` (every pair) - `plan` (for every host size, the smallest disk whose TTFT percentile is
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from flexkv.coding import Coding
 from flexkv.config import FlexKVConfig
@@ -76,6 +79,25 @@ def kv_spec(model: ModelShape, tokens_per_block: int) -> KVSpec:
 
 
 @dataclass(frozen=True)
+class CodecRule:
+    """Whether a codec saves time on a get of `blocks` blocks from disk: `flexkv.coding` on the disk
+    as the simulation has it. `break_even_bytes_per_s`: on every slower disk it does.
+    """
+
+    codec: str
+    stored_bytes: int  # of a block
+    blocks: int
+    disk_bytes_per_s: float
+    break_even_bytes_per_s: float
+    speedup: float  # of the reads; that more blocks fit is not in it
+
+    @property
+    def pays(self) -> bool:
+        """Whether it saves time."""
+        return self.speedup > 1
+
+
+@dataclass(frozen=True)
 class Setup:
     """A trace on a machine: what stays the same while sizes change."""
 
@@ -96,6 +118,28 @@ class Setup:
     def spec(self) -> KVSpec:
         """What a block of the trace holds."""
         return kv_spec(self.compute.model, self.trace.tokens_per_block)
+
+    def codec_rule(self) -> CodecRule | None:
+        """Return when the disk's codec pays on gets of as many blocks as the median prompt of the
+        trace has; None: there is no codec, nothing to get, or a disk that takes no time.
+        """
+        coding = self.costs.coding
+        prompts = [len(request.block_ids) for request in self.trace.requests]
+        blocks = int(np.median(prompts)) if prompts else 0
+        if coding is None or not blocks:
+            return None
+        elapsed_s = self.costs.edges[DISK, HOST](blocks).total_s
+        if not elapsed_s:
+            return None
+        rate = blocks * coding.stored_bytes / elapsed_s
+        return CodecRule(
+            str(self.settings.get("disk_codec")),
+            coding.stored_bytes,
+            blocks,
+            rate,
+            coding.break_even_bytes_per_s(blocks),
+            coding.payoff(blocks, rate).speedup,
+        )
 
     def config(self, host_blocks: int, disk_blocks: int) -> FlexKVConfig:
         """Return the configuration of a cache of this size."""
