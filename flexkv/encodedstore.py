@@ -8,7 +8,8 @@ would find encoded bytes there.
 Codecs run in threads, without the interpreter's lock if they are native, share by share: while one
 is decoded, the disk reads the next. A batch takes its slots of the encoding arena all at once and
 waits for them behind others; it gives them back when nothing can land in them any more, and never
-if it was torn away (native cancellation) while something could.
+if it was torn away (native cancellation, or hardware that was silent for 30 s after everybody gave
+up) while something could.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.coding import MOST_CORES, SHARE_BYTES
-from flexkv.errors import CapacityError, ClosedError, ConfigError
+from flexkv.errors import CapacityError, ClosedError, ConfigError, TransferError
 from flexkv.lanes import Lane
 from flexkv.memory import Arena
 from flexkv.model import LANDED, PAGE_BYTES, IOStatus, SlotIds, Statuses
@@ -40,11 +41,24 @@ from flexkv.protocols import (
     StorageBackend,
     as_statuses,
 )
+from flexkv.telemetry import log
 from flexkv.tiercodec import TierCodec
 
 Rows = NDArray[np.uint8]
 Work = Callable[[Rows, Rows], None]  # decoded rows, encoded rows
 Verb = Callable[[BlockIO, SlotIds], Awaitable[Statuses]]  # a share, its slots in our arena
+
+
+_CLOSE_TIMEOUT_S = 30
+_kept: list[Arena] = []  # hardware may still write to them
+
+
+@dataclass(slots=True)
+class _Loan:
+    """Slots of the encoding arena; `over`: nothing can land in them any more."""
+
+    slots: SlotIds
+    over: bool = False
 
 
 class EncodedStore:
@@ -90,7 +104,7 @@ class EncodedStore:
         slots = max(2, self._buffer_bytes // stride)
         self._pool, self._lane = SlotPool(slots), Lane("encoding", slots)
         self._torn = 0  # slots that something may still land in, for ever
-        self._host = services.arena
+        self._host, self._completions = services.arena, services.completions
         arena = Arena(slots, stride, huge_pages=False, prefault=False)
         below = replace(services, arena=arena, block_bytes=self._encoded_bytes)
         try:
@@ -114,13 +128,23 @@ class EncodedStore:
         return await self.store.discard(batch)
 
     async def aclose(self) -> None:
-        """Wait for batches that are in, close the store below, then give the arena back."""
+        """Wait for batches that are in, close the store below, then give the arena back.
+
+        When the store does not answer for 30 s its batches are left behind, and the arena stays
+        mapped until the process ends: something may still write to it.
+        """
         self._closing = True
-        while self._batches:
-            await self._idle.wait()
+        with anyio.move_on_after(_CLOSE_TIMEOUT_S):
+            while self._batches:
+                await self._idle.wait()
         await self.store.aclose()
         arena, self._arena = self._arena, None
-        if arena is not None:
+        if arena is None:
+            return
+        if self._batches or (self._torn and self._completions.in_flight):
+            log.error("encoding.stuck", timeout_s=_CLOSE_TIMEOUT_S, batches=self._batches)
+            _kept.append(arena)
+        else:
             arena.close()
 
     # slots of the encoding arena
@@ -149,22 +173,16 @@ class EncodedStore:
         return [slice(at, at + step) for at in range(0, blocks, step)]
 
     @asynccontextmanager
-    async def _borrow(self, count: int) -> AsyncIterator[SlotIds]:
+    async def _borrow(self, count: int) -> AsyncIterator[_Loan]:
         if self._pool.capacity - self._torn < count:
             raise CapacityError("the encoding arena is lost to transfers that were torn away")
         held = await self._lane.acquire(count)
-        slots = self._pool.take(held)
-        whole = False
+        loan = _Loan(self._pool.take(held))
         try:
-            with anyio.CancelScope(shield=True):
-                yield slots
-            whole = True
-        except Exception:  # the store or the codec refused; nothing of it is on its way
-            whole = True
-            raise
+            yield loan
         finally:
-            if whole:
-                self._pool.give(slots)
+            if loan.over:
+                self._pool.give(loan.slots)
                 self._lane.release(held)
             else:
                 self._torn += held
@@ -177,9 +195,36 @@ class EncodedStore:
         with self._batch():
             for part in self._parts(len(batch)):
                 piece = _cut(batch, part)
-                async with self._borrow(len(piece)) as slots:
-                    statuses[part] = await self._in_shares(verb, piece, slots)
+                async with self._borrow(len(piece)) as loan:
+                    statuses[part] = await self._to_its_end(verb, piece, loan)
         return statuses
+
+    async def _to_its_end(self, verb: Verb, piece: BlockIO, loan: _Loan) -> Statuses:
+        """Do a piece to its end, whoever gives up on it, but then for 30 s more at most."""
+        answers: list[Statuses] = []
+        errors: list[Exception] = []
+        shield = anyio.CancelScope(shield=True)
+
+        async def watch() -> None:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                shield.deadline = anyio.current_time() + _CLOSE_TIMEOUT_S
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            with shield:
+                try:
+                    answers.append(await self._in_shares(verb, piece, loan.slots))
+                except Exception as error:  # refused; nothing of it is on its way
+                    errors.append(error)
+                loan.over = True
+            group.cancel_scope.cancel()
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise TransferError(f"the store does not answer: {len(piece)} blocks were given up")
+        return answers[0]
 
     async def _in_shares(self, verb: Verb, piece: BlockIO, slots: SlotIds) -> Statuses:
         """Do the shares of a piece side by side: while one is decoded, the disk reads others.

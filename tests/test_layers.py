@@ -82,7 +82,8 @@ MAY_IMPORT = {
     "plans": f"brain completion cuts groups telemetry transfer waiting {VOCABULARY}",
     "request": f"_core keys engine planner telemetry transfer {VOCABULARY}",
     # a store before a store; its codecs run in threads
-    "encodedstore": f"coding completion lanes memory pool protocols tiercodec {VOCABULARY}",
+    "encodedstore": "coding completion lanes memory pool protocols telemetry tiercodec "
+    f"{VOCABULARY}",
     # several machines as one cache: what the others hold, and how it comes over
     "cluster": f"_core backends completion config engine events index lanes ledger memory order "
     f"planner plans protocols telemetry tier transfer waiting {VOCABULARY}",

@@ -15,7 +15,7 @@ from planted import PLANTED
 from flexkv.testing.worlds import explain, search, tell, write_story
 from flexkv.testing.worlds.chance import Chance, mix
 from flexkv.testing.worlds.disk import Platter
-from flexkv.testing.worlds.story import Step
+from flexkv.testing.worlds.story import Step, Story
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -31,6 +31,22 @@ def test_no_world_violates_anything(first: int, count: int, processes: int) -> N
     failed = search(range(first, first + count), processes=processes)
     told = "\n".join(f"seed {seed}: {outcome.violation}" for seed, outcome in failed.items())
     assert not failed, f"{told}\npython -m flexkv.testing.worlds --seed {next(iter(failed))}"
+
+
+@pytest.mark.parametrize("place", ["read", "write", "record"])
+def test_a_disk_that_never_answers_keeps_no_manager_behind_a_codec_from_closing(
+    place: str,
+) -> None:
+    settings = dict(write_story(20).settings) | {"host": 2, "disk": 6, "remote": 0}
+    settings |= {"spill": "through", "codec": "world-half", "policy": "lru", "close_ms": 1000}
+    prompts = [{"path": (branch,), "namespace": ()} for branch in range(4)]
+    puts = [Step(at, "put", 100, prompt | {"durable": True}) for at, prompt in enumerate(prompts)]
+    fault = Step(5, "fault", 0, {"place": place, "kind": "never", "skip": 0, "times": 1})
+    last = Step(6, "get", 50, prompts[0]), Step(7, "flush", 100, {"wait": False})
+    steps = (*puts[:3], fault, puts[3], *last)
+    outcome = tell(Story(20, tuple(settings.items()), steps), keep=True)
+    assert outcome.violation is None
+    assert any("for 1e+09 ms" in line for line in outcome.lines)
 
 
 def test_a_seed_always_tells_the_same() -> None:

@@ -17,14 +17,15 @@ from flexkv.backends.cpu import CpuBackend
 from flexkv.backends.packing import PackedRegion
 from flexkv.completion import Ticket
 from flexkv.errors import TransferError
-from flexkv.model import KVSpec
+from flexkv.model import PAGE_BYTES, KVSpec
 from flexkv.protocols import BlockCopy, Services
 from flexkv.testing.worlds.hardware import Hardware, Journal
 
-LAYERS, PARTS, TOKENS, HEAD_SIZE = 2, 2, 2, 8
+LAYERS, PARTS, TOKENS, HEAD_SIZE = 2, 2, 2, 1024
 SPEC = KVSpec.uniform(LAYERS, 1, HEAD_SIZE, "uint8", tokens_per_block=TOKENS)
 BLOCK_BYTES = SPEC.block_bytes
-assert BLOCK_BYTES == 64, "contents are digests of this size"
+assert BLOCK_BYTES == 2 * PAGE_BYTES, "half of a block is a page, or codecs gain nothing"
+MASK = 0x5A  # what the second half of a block is of the first one
 _JUNK = 0xDB
 CLOSE_S = 30.0
 

@@ -118,6 +118,11 @@ class _PlatterDirectory(Directory):
             self._platter.write_record(slot, np.zeros(RECORD.itemsize, np.uint8))
 
 
+def _cell_of(hardware: Hardware, arena: Arena) -> str:
+    """What slots are called in which a disk finds its blocks: behind a codec not the host's."""
+    return "host" if arena is hardware.arena else "encoded"
+
+
 class _PlatterEngine:
     """Moves blocks between a platter and the arena, as an io_uring or threads would."""
 
@@ -125,6 +130,7 @@ class _PlatterEngine:
 
     def __init__(self, hardware: Hardware, platter: Platter, arena: Arena) -> None:
         self._hardware, self._platter, self._arena = hardware, platter, arena
+        self._cell = _cell_of(hardware, arena)
         self._tickets: list[Ticket] = []
 
     async def transfer(self, moves: Moves) -> NDArray[np.int32]:
@@ -142,7 +148,7 @@ class _PlatterEngine:
                 kind = fault if number >= failing else ""
                 results[number] = move(kind, slot, self._arena.view(host))
 
-        host, disk = [("host", at) for at in places], [("disk", slot) for slot in slots]
+        host, disk = [(self._cell, at) for at in places], [("disk", slot) for slot in slots]
         reads, writes = (host, disk) if moves.write else (disk, host)
         if not moves.write:
             for at in places:  # nobody may take a slot for filled while bytes are on their way
@@ -188,10 +194,11 @@ class _PlatterCrew(Crew):
     ) -> None:
         super().__init__(services.completions, services.arena, block_bytes)
         self._hardware, self._platter = hardware, platter
+        self._cell = _cell_of(hardware, services.arena)
 
     def begin_checksums(self, slots: SlotIds, keys: KeyArray) -> Checksums:
         job = self._job(slots, keys)
-        reads = [("host", slot) for slot in job.slots.tolist()]
+        reads = [(self._cell, slot) for slot in job.slots.tolist()]
         compute = partial(lib.fx_checksum_blocks, *self._checksum_arguments(job))
         job.ticket = self._hardware.start("checksum", reads, (), compute)
         return job
@@ -227,17 +234,18 @@ class WorldDisk(DiskBackend):
     async def open(self, services: Services) -> Recovered | None:
         """Open what the platter holds, in no time and without threads."""
         settings = DiskSettings.read(services.settings)
-        spec = services.identity.spec
+        size = services.block_bytes or services.identity.spec.block_bytes
+        stride = services.arena.stride_bytes
         hardware, platter = type(self).begin(services)
         self._platter = platter
-        geometry = Geometry(services.capacity_blocks, 1, spec.stride_bytes, spec.block_bytes)
+        geometry = Geometry(services.capacity_blocks, 1, stride, size)
         if not platter.superblock:
             text = disk_format.identity_text(services.identity)
             made = Superblock(services.identity.digest(), text, _SET_ID, 0, geometry)
             platter.superblock = made.encode()
         store = Opening(settings, services.identity, geometry, [_PlatterDirectory(platter)]).run()
         engine = _PlatterEngine(hardware, platter, services.arena)
-        crew = _PlatterCrew(hardware, platter, services, spec.block_bytes)
+        crew = _PlatterCrew(hardware, platter, services, size)
         self.work_on(store, engine, crew, settings)
         return store.recovered
 

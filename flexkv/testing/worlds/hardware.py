@@ -82,7 +82,7 @@ class Batch:
     reads: Sequence[Cell]
     writes: Sequence[Cell]
     land: Callable[[], None]
-    address: Any  # of its ticket
+    address: Any  # of its ticket, if it has one
     number: int = 0
 
 
@@ -142,11 +142,11 @@ class Hardware:
         reads: Iterable[Cell],
         writes: Iterable[Cell],
         land: Callable[[], None],
-        address: Any,
+        address: Any = None,
         *,
         fault: str = "",
     ) -> None:
-        """Put a batch in flight that completes a part of a ticket that there is."""
+        """Put a batch in flight that completes a part of a ticket that there is, or of none."""
         batch = Batch(place, tuple(reads), tuple(writes), land, address, self._numbers)
         self._numbers += 1
         self.moved += 1
@@ -166,7 +166,8 @@ class Hardware:
         batch.land()
         self._leave(batch)
         self.journal.write("land", batch.place, *_names(batch))
-        lib.fx_complete(batch.address)
+        if batch.address is not None:
+            lib.fx_complete(batch.address)
 
     def _enter(self, batch: Batch) -> None:
         self.in_flight[batch] = None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 
 from flexkv import FlexKVConfig, KVManager, plugins
 from flexkv.backends.disk.table import SlotTable
+from flexkv.encodedstore import EncodedStore
 from flexkv.model import DISK
 from flexkv.protocols import Services
 from flexkv.testing.worlds.chance import Chance, mix
+from flexkv.testing.worlds.codec import CODECS, work_in_virtual_time
 from flexkv.testing.worlds.device import SPEC, Memory, WorldDevice
 from flexkv.testing.worlds.disk import Crash, Platter, WorldDisk
 from flexkv.testing.worlds.hardware import Hardware, Journal
@@ -49,7 +52,9 @@ def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
     given, stride = dict(settings), SPEC.stride_bytes
     own = {
         "host_cache_bytes": given["host"] * stride,
-        "disk_cache_bytes": given["disk"] * stride,
+        "disk_cache_bytes": given["disk"] * disk_stride(settings),
+        "disk_codec": given["codec"] or None,
+        "disk_codec_bytes": given["encoding"] * disk_stride(settings),
         "remote_backend": "world-remote" if given["remote"] else "",
         "remote_cache_bytes": given["remote"] * stride,
         "spill": given["spill"],
@@ -66,6 +71,11 @@ def make_config(settings: tuple[tuple[str, Any], ...]) -> FlexKVConfig:
         "close_timeout_ms": given["close_ms"],
     }
     return _common().model_copy(update=own)  # reading settings costs more than opening a manager
+
+
+def disk_stride(settings: tuple[tuple[str, Any], ...]) -> int:
+    """Bytes of a slot on disk."""
+    return SPEC.stride_bytes // 2 if dict(settings)["codec"] else SPEC.stride_bytes
 
 
 class Life(Users):
@@ -85,10 +95,11 @@ class Life(Users):
     ) -> None:
         super().__init__(journal, perfect=perfect)
         self.config = make_config(settings)
-        self.platter = platter or Platter(max(1, dict(settings)["disk"]), SPEC.stride_bytes)
+        self.platter = platter or Platter(max(1, dict(settings)["disk"]), disk_stride(settings))
         self.server = server
         self.chance = Chance(mix(seed, number))
         self._table: SlotTable | None = None
+        self._share = dict(settings)["share"]
         self._expected = expected
 
     async def open(self) -> None:
@@ -100,10 +111,16 @@ class Life(Users):
             plugins.register(plugins.BACKENDS, "world-device", device),
             plugins.register(plugins.BACKENDS, "world-disk", disk),
             plugins.register(plugins.BACKENDS, "world-remote", remote),
+            ExitStack() as codecs,
         ):
+            for name, codec in CODECS.items():
+                codecs.enter_context(plugins.register(plugins.CODECS, name, codec))
             self.kv = await KVManager(self.config).__aenter__()
         self.kv.register(self.memory.caches, axes="PBNHD")
         stack = self.kv._host.stack()
+        store = stack.engine.stores.get(DISK)
+        if isinstance(store, EncodedStore):
+            work_in_virtual_time(store, self.hardware, self._share)
         self.contents = Contents(stack.keyring)
         self.watch = Watch(self.kv, self.hardware, self.contents, self.journal)
         self._table = self.watch.table if DISK in stack.engine.stores else None

@@ -16,6 +16,7 @@ Path = tuple[int, ...]  # a prompt: which branch it takes at each block
 
 PAUSES_MS = (0.0, 0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0)
 NAMESPACES = ((), ("tenant-7",))
+CODECS = ("", "", "world-half", "world-half-lossy")
 POLICIES = (
     *("lru", "lru", "hazard", "hazard", "slru", "lfu", "fifo", "steps"),
     *("arc", "s3fifo", "sieve", "gdsf", "mru"),
@@ -122,6 +123,9 @@ class _Author:
     def _settings(self) -> tuple[tuple[str, Any], ...]:
         choose = self._random.choice
         eager = self._random.random() < 0.2
+        coding = random.Random(
+            f"codec {self._seed}"
+        )  # of its own: other settings stay as they were
         return (
             ("host", self._host),
             ("disk", self._disk),
@@ -136,6 +140,9 @@ class _Author:
             ("queue", choose((1, 4, 64))),
             ("close_ms", choose((1000, 20_000))),
             ("evict_ratio", choose((0.25, 0.5)) if eager else 0.0),
+            ("codec", coding.choice(CODECS) if self._disk else ""),
+            ("encoding", coding.choice((2, 4, 16))),
+            ("share", coding.choice((1, 2, 4))),
         )
 
     def _prompt(self) -> dict[str, Any]:
