@@ -1,6 +1,6 @@
-/* The inside of hazard, shared by hazard.c (what a prompt does), hazard_guard.c (whether that is followed),
- * hazard_books.c (runs, candidates, ghosts, the LRU beside), hazard_entries.c (entries and their blocks) and
- * hazard_check.c. */
+/* The inside of hazard, shared by hazard.c (what a prompt does), hazard_path.c (what is known of its path, what
+ * that teaches), hazard_guard.c (whether that is followed), hazard_books.c (runs, candidates, ghosts, the LRU beside),
+ * hazard_entries.c (entries and their blocks) and hazard_check.c. */
 #ifndef FX_HAZARD_IMPL_H
 #define FX_HAZARD_IMPL_H
 #include <stddef.h>
@@ -100,6 +100,9 @@ static inline int fx_is_held(const fx_hazard *h, uint32_t entry) {
 static inline uint32_t fx_parent(const fx_hazard *h, uint32_t entry) {
   return h->linked[entry] ? entry - 1 : h->parent[entry];
 }
+static inline uint32_t fx_piece_end(const fx_hazard *h, uint32_t piece) {
+  return h->path[piece].depth + h->path[piece].count;
+}
 static inline uint32_t fx_least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 /* hazard_entries.c */
@@ -125,6 +128,12 @@ void fx_price(fx_hazard *h, fx_candidates *of);
 uint32_t fx_prompt_new(fx_hazard *h);
 void fx_prompt_release(fx_hazard *h, uint32_t prompt);
 uint32_t fx_lru_use(fx_hazard *h, uint32_t prompt, uint32_t known, uint32_t n, int insert);
+
+/* hazard_path.c */
+void fx_path_keys(fx_hazard *h, const uint64_t *keys, uint32_t n);
+void fx_path_blocks(fx_hazard *h, const uint32_t *blocks, uint32_t n);
+void fx_path_learn(fx_hazard *h, int by_put);
+uint32_t fx_path_runs(fx_hazard *h, uint32_t prompt, int continues, int64_t answer, int by_put);
 
 /* hazard.c */
 uint32_t fx_shorten(fx_hazard *h, uint32_t run, uint32_t want);
