@@ -27,6 +27,7 @@ from flexkv.integration.transformers import (
 from flexkv.integration.transformers.demo_text import QUESTIONS, Prompts
 
 ANSWER = 6
+HOST_BLOCKS = 40  # one reader may hold a quarter; and what is pushed has as many
 
 
 def settings_of(url: str, name: str) -> dict[str, Any]:
@@ -46,7 +47,7 @@ async def main(url: str, folder: str, shared: int, own: int) -> None:
     prompts = Prompts(tokenizer, shared, own)
     config = config_for(
         model,
-        host_cache_bytes="12MiB",
+        host_cache_bytes=HOST_BLOCKS * 737_280,
         disk_cache_bytes="128MiB",
         disk_dirs=(Path(folder),),
         **settings_of(url, "a"),
