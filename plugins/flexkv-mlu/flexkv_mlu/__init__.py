@@ -1,0 +1,1 @@
+"""Cambricon MLUs for flexkv: `backend.MluBackend`, `harness.MluHarness`."""
