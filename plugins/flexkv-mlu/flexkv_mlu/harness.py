@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.testing import DeviceHarness, Unsupported
+from flexkv.testing.harness import DeviceHarness, Unsupported
 from flexkv_mlu.backend import MluBackend
 
 
