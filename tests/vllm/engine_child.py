@@ -44,7 +44,11 @@ class Child:
         return len(self.scheduler.kv_cache_config.kv_cache_groups)
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, salts: list[str | None] | None = None
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salts: list[str | None] | None = None,
+        hint: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
 
@@ -55,6 +59,8 @@ class Child:
                 entry["cache_salt"] = salts[i]
             inputs.append(entry)
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        if hint is not None:
+            sampling.extra_args = {"kv_transfer_params": {"flexkv": hint}}
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
@@ -98,6 +104,10 @@ class Child:
     def usage(self) -> dict[str, Any]:
         self.flexkv.kv.flush()
         return dict(self.flexkv.kv.usage())
+
+    def hints(self) -> int:
+        """How many hints hold."""
+        return int(self.flexkv.kv.manager.telemetry.value("hints"))
 
     def counters(self) -> dict[str, float]:
         """The manager's counters, by name and labels."""
